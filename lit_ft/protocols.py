@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,10 +37,20 @@ class Question(TypedDict):
     """Answer of the row; None if it has none."""
 
 
+FinishReason = Literal["stop", "length"]
+"""What ended an answer, in OpenAI's words: the model, or ``max_new_tokens``."""
+
+
+def finish(is_cut: bool) -> FinishReason:
+    """What ended an answer."""
+    return "length" if is_cut else "stop"
+
+
 class Answer(Question):
     """A question with what the model answers."""
 
     answer: str
+    finish_reason: FinishReason
 
 
 # --- modules -----------------------------------------------------------------------------------------

@@ -174,10 +174,12 @@ def test_validate_test_and_predict(capsys: Any, tmp_path: Path, model_folder: st
     run(capsys, "fit", *arguments)
     run(capsys, "validate", *arguments, "--ckpt_path", "last")
     run(capsys, "test", *arguments, "--ckpt_path", "last")
-    run(capsys, "predict", *arguments, "--ckpt_path", "last", "--model.max_new_tokens", "4")
+    said = run(capsys, "predict", *arguments, "--ckpt_path", "last", "--model.max_new_tokens", "4")
     answers = [json.loads(line) for line in (run_dir / "predictions.jsonl").read_text().splitlines()]
     assert [answer["expected"] for answer in answers] == [row["output"] for row in make_rows(5)]
-    assert all(set(answer) == {"id", "prompt", "question", "expected", "answer"} for answer in answers)
+    assert all(set(answer) == {"id", "prompt", "question", "expected", "answer", "finish_reason"} for answer in answers)
+    cut = sum(answer["finish_reason"] == "length" for answer in answers)  # two steps teach no end
+    assert f"5 answers: {run_dir / 'predictions.jsonl'}; {cut} of them cut at max_new_tokens=4\n" in said
 
 
 def test_predict_answers_questions_and_overwrites_nothing(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -215,6 +216,14 @@ def _around(tokenizer: PreTrainedTokenizerBase, turn: Message, text: str) -> tup
     return before.removeprefix(prompt) if before.startswith(prompt) else "", closing
 
 
+class GeneratedAnswer(NamedTuple):
+    """Answer to a prompt."""
+
+    text: str
+    is_cut: bool
+    """Whether ``max_new_tokens`` ended it."""
+
+
 @torch.no_grad()
 def generate_answers(
     model: PreTrainedModel | PeftModel,
@@ -224,7 +233,7 @@ def generate_answers(
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     rows: Sequence[int] | None = None,
-) -> list[str]:
+) -> list[GeneratedAnswer]:
     """Answer prompts as one left-padded batch; an answer ends at any of ``stop_ids``.
 
     Special tokens are left out of the text, unless the chat template writes them within answers.
@@ -261,9 +270,13 @@ def generate_answers(
             )
     finally:
         model.train(was_training)
-    answers = [_ended(ids, stops) for ids in generated[: len(prompts), longest:].tolist()]
     hides_special = not has_marks(tokenizer)
-    return [tokenizer.decode(ids, skip_special_tokens=hides_special) for ids in answers]
+    answers = []
+    for ids in generated[: len(prompts), longest:].tolist():
+        own = _ended(ids, stops)
+        text = tokenizer.decode(own, skip_special_tokens=hides_special)
+        answers.append(GeneratedAnswer(text, is_cut=len(own) == max_new_tokens))
+    return answers
 
 
 def _ended(ids: list[int], stops: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Literal
 from lit_ft.errors import RecipeError
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.model.generation import generate_answers
+from lit_ft.model.generation import GeneratedAnswer, generate_answers
 from lit_ft.protocols import Question
 from lit_ft.scoring.scores import Score
 
@@ -139,13 +139,15 @@ def compare(
         return list(pool.map(judged, zip(questions, answers, base_answers, strict=True)))
 
 
-def answers_of(opened: OpenedModel, questions: Sequence[Question], max_new_tokens: int, batch_size: int) -> list[str]:
+def answers_of(
+    opened: OpenedModel, questions: Sequence[Question], max_new_tokens: int, batch_size: int
+) -> list[GeneratedAnswer]:
     """Greedy answers to questions."""
-    texts: list[str] = []
+    answers: list[GeneratedAnswer] = []
     for start in range(0, len(questions), batch_size):
         prompts = [question["prompt"] for question in questions[start : start + batch_size]]
-        texts += generate_answers(opened.model, opened.base, opened.tokenizer, prompts, max_new_tokens)
-    return texts
+        answers += generate_answers(opened.model, opened.base, opened.tokenizer, prompts, max_new_tokens)
+    return answers
 
 
 def win_rates(name: str, judgments: Sequence[Judgment]) -> tuple[list[Score], list[Score], str]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_ft.model.generation import GREEDY, Sampling, generate_answers
 from lit_ft.model.render_limits import render_chat
 from lit_ft.packed_batch import pack_samples
-from lit_ft.protocols import Answer, Question
+from lit_ft.protocols import Answer, Question, finish
 from lit_ft.training.loss.packed_forward import base_model_of
 
 
@@ -26,6 +26,8 @@ class AnsweringModule(LightningModule):
     max_new_tokens: int
     sampling: Sampling = GREEDY
     """Choice of the tokens of ``predict_step``; ``answer`` is greedy."""
+    were_cut: Sequence[bool] = ()
+    """Whether ``max_new_tokens`` ended each answer of the last call of ``answer``."""
     _answered_rows: Sequence[int] | None = None
 
     @property
@@ -47,9 +49,11 @@ class AnsweringModule(LightningModule):
         """
         chosen = GREEDY if self._answered_rows is None else self.sampling
         model, base = self.model, self.base_model
-        return generate_answers(
+        answers = generate_answers(
             model, base, self.tokenizer, prompts, max_new_tokens, chosen, self._answered_rows or None
         )
+        self.were_cut = [answer.is_cut for answer in answers]
+        return [answer.text for answer in answers]
 
     def render_prompt(self, messages: list[Message]) -> str:
         """A prompt for ``answer`` from the turns of a conversation, by the chat template.
@@ -73,4 +77,5 @@ class AnsweringModule(LightningModule):
             answers = self.answer([question["prompt"] for question in batch], self.max_new_tokens)
         finally:
             self._answered_rows = None
-        return [{**question, "answer": text} for question, text in zip(batch, answers, strict=True)]
+        parts = zip(batch, answers, self.were_cut, strict=True)
+        return [{**question, "answer": text, "finish_reason": finish(is_cut)} for question, text, is_cut in parts]

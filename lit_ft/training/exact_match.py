@@ -40,7 +40,8 @@ def answer_rows(
     for start in range(0, rounds, batch_size):
         batch = rows[start : start + batch_size]
         answers = module.answer([prompts[row]["prompt"] for row in batch], max_new_tokens)
-        scored |= {row: _scored(prompts[row], answer) for row, answer in zip(batch, answers, strict=True)}
+        parts = zip(batch, answers, module.were_cut, strict=True)
+        scored |= {row: _scored(prompts[row], answer, is_cut) for row, answer, is_cut in parts}
     return scored
 
 
@@ -84,11 +85,14 @@ class ExactMatch(Callback):
     def _measure(self, trainer: Trainer, module: LightningModule, split: str, when: str) -> list[ScoredAnswer]:
         """Log the accuracy, and return the answers: all on rank 0, none on other ranks. A collective."""
         answers = self._answers(trainer, *_asked(trainer, module, split))
-        count = sum(answer.is_right for answer in answers.values()), len(answers)
-        right = torch.tensor(count, device=module.device)
-        right = torch.as_tensor(trainer.strategy.reduce(right, reduce_op="sum")) // process.model_parallel_size(trainer)
-        score = float(right[0] / right[1])
-        rank_zero_info(f"{split}/exact_match {when}: {score:.1%} of {int(right[1])} held-out answers")
+        own = list(answers.values())
+        count = sum(answer.is_right for answer in own), sum(answer.is_cut for answer in own), len(own)
+        counts = torch.tensor(count, device=module.device)
+        total = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
+        right, cut, asked = (total // process.model_parallel_size(trainer)).tolist()
+        score = right / asked
+        said = f"; {cut:,} of them cut at max_new_tokens={self.max_new_tokens}" if cut else ""
+        rank_zero_info(f"{split}/exact_match {when}: {score:.1%} of {asked} held-out answers{said}")
         for logger in trainer.loggers:
             logger.log_metrics({f"{split}/exact_match": score}, step=trainer.global_step)
         rows = predictions.gather([{"row": row, "answer": answer} for row, answer in answers.items()])
@@ -121,6 +125,6 @@ def _asked(trainer: Trainer, module: LightningModule, split: str) -> tuple[Causa
     return module, data.splits.prompts(split)
 
 
-def _scored(prompt: Mapping[str, str], answer: str) -> ScoredAnswer:
+def _scored(prompt: Mapping[str, str], answer: str, is_cut: bool) -> ScoredAnswer:
     expected, answer = prompt["expected"].strip(), answer.strip()
-    return ScoredAnswer(prompt["question"], expected, answer, answer == expected)
+    return ScoredAnswer(prompt["question"], expected, answer, answer == expected, is_cut=is_cut)

@@ -38,13 +38,19 @@ def other_end(model_folder: str, tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_an_answer_ends_where_the_template_ends_a_turn(make_trainer: Any, other_end: str, write_rows: Any) -> None:
+def test_an_answer_ends_where_the_template_ends_a_turn(
+    make_trainer: Any, other_end: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"instruction": "the red book", "output": "blue cup"}, {"instruction": "a lamp", "output": "书"}]
     data = TextDataModule(write_rows(rows), val_path=write_rows(rows, "val.json"))
     module = CausalLM(other_end, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     trainer = make_trainer(max_epochs=25, num_sanity_val_steps=0, limit_val_batches=0)
     trainer.fit(module, data)
-    assert module.answer([row["prompt"] for row in data.splits.prompts("val")], 20) == ["blue cup", "书"]
+    prompts = [row["prompt"] for row in data.splits.prompts("val")]
+    assert module.answer(prompts, 20) == ["blue cup", "书"]
+    assert module.were_cut == [False, False]
+    assert module.answer(prompts, 1)[0] != "blue cup"
+    assert module.were_cut[0]
     scores: list[float] = []
     log: Any = type("Log", (), {"log_metrics": lambda self, metrics, step: scores.extend(metrics.values())})()
     trainer._loggers = [log]
@@ -54,6 +60,13 @@ def test_an_answer_ends_where_the_template_ends_a_turn(make_trainer: Any, other_
     assert [(line["question"], line["expected"], line["answer"], line["is_right"]) for line in lines] == [
         ("the red book", "blue cup", "blue cup", True),
         ("a lamp", "书", "书", True),
+    ]
+    assert [line["is_cut"] for line in lines] == [False, False]
+    caplog.clear()
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        ExactMatch(max_new_tokens=1, samples=0).on_train_end(trainer, module)
+    assert caplog.messages == [
+        "val/exact_match after training: 0.0% of 2 held-out answers; 2 of them cut at max_new_tokens=1"
     ]
 
 

@@ -28,6 +28,7 @@ class ScoredAnswer:
         answer: the model's answer.
         is_right: whether it counts as right.
         loss: mean loss of the expected answer, in nats per token; None where it was not computed.
+        is_cut: whether a limit of its length ended the answer.
     """
 
     question: str
@@ -35,6 +36,7 @@ class ScoredAnswer:
     answer: str
     is_right: bool
     loss: float | None = None
+    is_cut: bool = False
 
 
 def write_answers(folder: str | Path, step: int, answers: Sequence[ScoredAnswer]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.printable import printable
+from lit_callbacks.output.quantities import as_count
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,8 @@ from lit_ft.data.tokens.preparation import MAY_BE_SKIPPED
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer
-from lit_ft.protocols import Question
+from lit_ft.model.generation import GeneratedAnswer
+from lit_ft.protocols import Question, finish
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.run.state import finished_step
@@ -198,7 +200,7 @@ class Evaluation:
     harness: dict[Side, dict[str, Any]] = field(default_factory=dict)
     answers: dict[Side, list[dict[str, str]]] = field(default_factory=dict)
     """Answers to the rows of the data set."""
-    replies: dict[Side, list[str]] = field(default_factory=dict)
+    replies: dict[Side, list[GeneratedAnswer]] = field(default_factory=dict)
     """Answers to the questions that a judge compares."""
     questions: list[Question] = field(default_factory=list)
     judgments: list[judging.Judgment] = field(default_factory=list)
@@ -219,13 +221,21 @@ class Evaluation:
                 options.batch_size,
             )
             self.scores[side] += scores
+            self._note_cut(side, options, options.data.path, [row["finish_reason"] for row in self.answers[side]])
             if side == "fine-tuned" and not self.answers[side]:
                 self.notes.append(
                     f"{Path(options.data.path).name}: no row is a conversation, so there is no exact match"
                 )
         if (questions := self.data.questions(path, opened.tokenizer)) is not None:
-            self.replies[side] = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
+            replies = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
+            self.replies[side] = replies
+            self._note_cut(side, options, options.questions, [finish(reply.is_cut) for reply in replies])
             self.questions = self.questions or questions
+
+    def _note_cut(self, side: Side, options: Namespace, path: str, ends: Sequence[str]) -> None:
+        if cut := ends.count("length"):
+            of = f"{cut:,} of {as_count(len(ends), 'answer')} to {Path(path).name}"
+            self.notes.append(f"{side}: {of} cut at max_new_tokens={options.max_new_tokens}")
 
     def _run_tasks(self, side: Side, opened: OpenedModel, in_template: bool | None) -> None:
         has_chat = opened.has_template if in_template is None else in_template
@@ -264,10 +274,11 @@ class Evaluation:
 
     def judge(self, judge: judging.Judge, name: str) -> None:
         """Let a judge compare the answers of both sides."""
-        self.judgments = judging.compare(self.questions, self.replies["fine-tuned"], self.replies["base"], judge)
-        own, other, note = judging.win_rates(f"{name} by {judge.model}", self.judgments)
-        self.scores["fine-tuned"] += own
-        self.scores["base"] += other
+        own, other = ([reply.text for reply in self.replies[side]] for side in ("fine-tuned", "base"))
+        self.judgments = judging.compare(self.questions, own, other, judge)
+        wins, losses, note = judging.win_rates(f"{name} by {judge.model}", self.judgments)
+        self.scores["fine-tuned"] += wins
+        self.scores["base"] += losses
         self.notes.append(note)
 
 
