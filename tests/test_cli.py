@@ -167,19 +167,22 @@ def test_packing_may_be_off(tmp_path: Path, value: str, wanted: int | None) -> N
         assert parser.instantiate_classes(parser.parse_args(arguments)).data.packing == wanted
 
 
-def test_validate_test_and_predict(capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+def test_validate_test_and_predict(
+    capsys: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
     run_dir = tmp_path / "run"
     arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=2)[1:]
     arguments += ["--data.val_path", write_rows(count=5, name="val.json"), "--run_dir", str(run_dir)]
     run(capsys, "fit", *arguments)
     run(capsys, "validate", *arguments, "--ckpt_path", "last")
     run(capsys, "test", *arguments, "--ckpt_path", "last")
-    said = run(capsys, "predict", *arguments, "--ckpt_path", "last", "--model.max_new_tokens", "4")
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        run(capsys, "predict", *arguments, "--ckpt_path", "last", "--model.max_new_tokens", "4")
     answers = [json.loads(line) for line in (run_dir / "predictions.jsonl").read_text().splitlines()]
     assert [answer["expected"] for answer in answers] == [row["output"] for row in make_rows(5)]
     assert all(set(answer) == {"id", "prompt", "question", "expected", "answer", "finish_reason"} for answer in answers)
     cut = sum(answer["finish_reason"] == "length" for answer in answers)  # two steps teach no end
-    assert f"5 answers: {run_dir / 'predictions.jsonl'}; {cut} of them cut at max_new_tokens=4\n" in said
+    assert f"5 answers: {run_dir / 'predictions.jsonl'}; {cut} of them cut at max_new_tokens=4" in caplog.messages
 
 
 def test_predict_answers_questions_and_overwrites_nothing(

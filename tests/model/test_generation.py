@@ -66,7 +66,7 @@ def test_an_answer_ends_where_the_template_ends_a_turn(
     with caplog.at_level("INFO", "lightning.pytorch"):
         ExactMatch(max_new_tokens=1, samples=0).on_train_end(trainer, module)
     assert caplog.messages == [
-        "val/exact_match after training: 0.0% of 2 held-out answers; 2 of them cut at max_new_tokens=1"
+        "val/exact_match after training: 50.0% of 2 held-out answers; 2 of them cut at max_new_tokens=1"
     ]
 
 
