@@ -143,6 +143,7 @@ def test_the_extra_is_named_where_it_is_missing(task: Path, monkeypatch: pytest.
         (["--data.path", "gone.json"], "gone.json"),
         (["--data.path", "gone.json", "--api", "chat"], "--api is for --url, which is not given"),
         (["--data.path", "gone.json", "--limit", "5"], "--limit is for --tasks, which is not given"),
+        (["--tasks", "x.yaml", "--max_new_tokens", "9"], "--max_new_tokens is for --data.path or --questions, which"),
         (["--tasks", "x.yaml", "--data.system", "Hi"], "--data.system is for --data.path or --questions, which"),
         (["--questions", "gone.json", "--judge_url", "http://127.0.0.1:9"], "does not answer"),
         (["--data.path", "gone.json", "--no_base", "--against", "other"], "--no_base leaves nothing"),

@@ -32,6 +32,8 @@ from lit_ft.scoring.scores import COLUMNS, Cell, Score, compared
 from lit_ft.training.console import show_progress_on_terminals_only
 
 Side = Literal["fine-tuned", "base"]
+LONGEST = 256
+"""Largest number of tokens of an answer, where ``--max_new_tokens`` gives none."""
 _SECRETS = ("--api_key", "--judge_api_key")
 
 
@@ -71,7 +73,9 @@ def _parser() -> RecipeParser:
     add("--against", type=str | None, help="a run, adapter or model to compare with in place of the base")
     add("--chat_template", type=str | None, help="in place of the tokenizer's or the run's")
     add("--out", type=str | None, help="folder of the numbered results; RUN/evaluations by default")
-    add("--max_new_tokens", type=int, default=256, help="longest answer of --data.path and --questions")
+    add(
+        "--max_new_tokens", type=int | None, help=f"longest answer of --data.path and --questions; {LONGEST} by default"
+    )
     add("--batch_size", type=int, default=8, help="answers or requests that are computed together")
     add("--tasks", nargs="+", default=[], help="names of tasks of lm-evaluation-harness, or YAML files")
     add("--limit", type=float | None, help="rows of each task, or a fraction of them, for trying")
@@ -105,7 +109,7 @@ def _parser() -> RecipeParser:
 _IS_FOR = {
     "--tasks": ("limit", "num_fewshot", "apply_chat_template", "seed", "unsafe_code"),
     "--url": ("model", "base_model", "api", "api_key_file", "api_key"),
-    "--data.path or --questions": ("data.format", "data.columns", "data.system"),
+    "--data.path or --questions": ("data.format", "data.columns", "data.system", "max_new_tokens"),
     "--questions": ("judge_model", "judge_api_key_file", "judge_api_key", "judge_prompt"),
 }
 """Options that have an effect only with another one."""
@@ -124,7 +128,7 @@ def _check_effect(options: Namespace) -> None:
 def _checked(options: Namespace) -> harness.HarnessOptions:
     if not (options.tasks or options.data.path or options.questions):
         raise RecipeError("nothing to evaluate; give --tasks, --data.path FILE or --questions FILE")
-    if options.max_new_tokens < 1:
+    if options.max_new_tokens is not None and options.max_new_tokens < 1:
         raise RecipeError(f"max_new_tokens={options.max_new_tokens} must be 1 or more")
     if options.url is not None and (options.data.path or options.questions or options.against):
         raise RecipeError("--url runs --tasks on a server; evaluate the other options in a command without it")
@@ -135,6 +139,7 @@ def _checked(options: Namespace) -> harness.HarnessOptions:
     if options.no_base and (options.questions or options.against):
         raise RecipeError("--no_base leaves nothing to compare with, which --questions and --against do; leave it out")
     _check_effect(options)
+    options.max_new_tokens = options.max_new_tokens or LONGEST
     names = ("limit", "num_fewshot", "batch_size", "seed", "unsafe_code")
     return harness.HarnessOptions(**{name: options[name] for name in names})
 
