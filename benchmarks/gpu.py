@@ -79,15 +79,15 @@ class Measurement(NamedTuple):
     row_tokens: int | None
     """Tokens of each random row; None takes the rows of the data."""
     rows: int
-    micro_batch_size: int
-    accumulate: int
-    """Micro-batches per optimizer step."""
-    warm_up: int
-    """Optimizer steps that are not timed."""
-    lora: dict[str, Any]
-    """Arguments of ``peft.LoraConfig``."""
     keys: list[str]
     """Keys of the contestants."""
+    lora: dict[str, Any] = LORA
+    """Arguments of ``peft.LoraConfig``."""
+    micro_batch_size: int = 1
+    accumulate: int = 1
+    """Micro-batches per optimizer step."""
+    warm_up: int = 1
+    """Optimizer steps that are not timed."""
     has_peak: bool = False
     """Whether the peak of the model's products is measured too."""
 
@@ -100,52 +100,42 @@ class Measurement(NamedTuple):
 MEASUREMENTS = {
     "7b": Measurement(
         "Qwen2.5-7B shape, LoRA r=16 on all linears, 4 rows of 4,096 tokens a step",
-        "17,700 tokens/s, 500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
-        "qwen2.5-7b",
-        4096,
-        12,
-        1,
-        4,
-        1,
-        LORA_ALL_LINEAR,
-        ["lit_ft", "lit_ft_compiled", "lit_ft_liger", "trainer_bf16", "trl_best"],
+        target="17,700 tokens/s, 500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
+        shape="qwen2.5-7b",
+        row_tokens=4096,
+        rows=12,
+        accumulate=4,
+        lora=LORA_ALL_LINEAR,
+        keys=["lit_ft", "lit_ft_compiled", "lit_ft_liger", "trainer_bf16", "trl_best"],
         has_peak=True,
     ),
     "small": Measurement(
         "Qwen2.5-0.5B shape on the data, 16 samples a step",
-        "40,000 tokens/s, 4x transformers.Trainer's default",
-        "qwen2.5-0.5b",
-        None,
-        960,
-        16,
-        1,
-        30,  # CUDA graphs are recorded in them
-        LORA,
-        ["lit_ft", "lit_ft_compiled", "lit_ft_graphs", "trainer", "trainer_best", "trl_best"],
+        target="40,000 tokens/s, 4x transformers.Trainer's default",
+        shape="qwen2.5-0.5b",
+        row_tokens=None,
+        rows=960,
+        micro_batch_size=16,
+        warm_up=30,  # CUDA graphs are recorded in them
+        keys=["lit_ft", "lit_ft_compiled", "lit_ft_graphs", "trainer", "trainer_best", "trl_best"],
     ),
     "long": Measurement(
         "Qwen2.5-0.5B shape, rows of 16,384 tokens",
-        "under 0.5x transformers.Trainer's peak memory",
-        "qwen2.5-0.5b",
-        16_384,
-        6,
-        1,
-        1,
-        1,
-        LORA,
-        ["lit_ft", "trainer_bf16"],
+        target="under 0.5x transformers.Trainer's peak memory",
+        shape="qwen2.5-0.5b",
+        row_tokens=16_384,
+        rows=6,
+        keys=["lit_ft", "trainer_bf16"],
     ),
     "nf4": Measurement(
-        "Qwen2.5-7B shape, NF4 base beside a bf16 one, rows of 4,096 tokens",
-        "NF4 within 1.3x of bf16's step time; 12 GiB",
-        "qwen2.5-7b",
-        4096,
-        8,
-        1,
-        4,
-        1,
-        LORA_ALL_LINEAR,
-        ["lit_ft", "lit_ft_nf4", "lit_ft_nf4_checkpointing"],
+        "Qwen2.5-7B shape, NF4 base beside a bf16 one, 4 rows of 4,096 tokens a step",
+        target="NF4 within 1.3x of bf16's step time; 12 GiB",
+        shape="qwen2.5-7b",
+        row_tokens=4096,
+        rows=8,
+        accumulate=4,
+        lora=LORA_ALL_LINEAR,
+        keys=["lit_ft", "lit_ft_nf4", "lit_ft_nf4_checkpointing"],
     ),
 }
 

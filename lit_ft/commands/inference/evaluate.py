@@ -73,9 +73,7 @@ def _parser() -> RecipeParser:
     add("--against", type=str | None, help="a run, adapter or model to compare with in place of the base")
     add("--chat_template", type=str | None, help="in place of the tokenizer's or the run's")
     add("--out", type=str | None, help="folder of the numbered results; RUN/evaluations by default")
-    add(
-        "--max_new_tokens", type=int | None, help=f"longest answer of --data.path or --questions; by default {LONGEST}"
-    )
+    add("--max_new_tokens", type=int | None, help=f"longest answer of --data.path or --questions; by default {LONGEST}")
     add("--batch_size", type=int, default=8, help="answers or requests that are computed together")
     add("--tasks", nargs="+", default=[], help="names of tasks of lm-evaluation-harness, or YAML files")
     add("--limit", type=float | None, help="rows of each task, or a fraction of them, for trying")
