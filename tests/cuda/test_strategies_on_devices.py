@@ -28,7 +28,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         run = tmp_path_factory.mktemp("runs") / "run"
         words = ["fit", "--config", "recipes/quickstart.yaml", *options, "--run_dir", str(run)]
         words += ["--trainer.accelerator", accelerator_of(device), "--trainer.devices", "1"]
-        words += ["--trainer.max_steps", "3", "--trainer.log_every_n_steps", "1"]
+        words += ["--trainer.max_steps", "3", "--trainer.log_every_n_steps", "1", "--trainer.callbacks", "[]"]
         if device == "cpu":
             ended = run_forked(*words, env=ENVIRONMENT, cwd=ROOT)
         else:  # a fork of a process that has used CUDA cannot use it
