@@ -6,8 +6,12 @@ from typing import Literal, NamedTuple
 
 from lit_callbacks.export.manifest import MANIFEST, ManifestError, verify_manifest
 
+from lit_ft.checkpointing.storage import checksum
 from lit_ft.checkpointing.storage.integrity import META, DamagedCheckpoint, check_intact
 from lit_ft.errors import RecipeError
+
+
+_NAMES = "name a checkpoint, a run's folder, or an exported folder"
 
 
 class Finding(NamedTuple):
@@ -28,7 +32,11 @@ def verify(path: Path) -> list[Finding]:
         RecipeError: the path does not exist, or holds nothing of these.
     """
     if not path.exists():
-        raise RecipeError(f"{str(path)!r} does not exist; name a checkpoint, a run's folder, or an exported folder")
+        raise RecipeError(f"{str(path)!r} does not exist; {_NAMES}")
+    if not path.is_dir() and not path.is_file():
+        raise RecipeError(f"{str(path)!r} is neither a file nor a folder; {_NAMES}")
+    if path.is_file() and path.suffix != ".ckpt" and not checksum.begins_as_checkpoint(path):
+        raise RecipeError(f"{str(path)!r} is no checkpoint; {_NAMES}")
     if path.is_file() or _is_checkpoint_folder(path):
         return [_of_checkpoint(path)]
     checkpoints = [*sorted(path.glob("checkpoints/*.ckpt")), *sorted(path.glob("*.ckpt"))]

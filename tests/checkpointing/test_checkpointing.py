@@ -394,3 +394,12 @@ def test_verify_does_not_call_good_what_it_cannot_compare(tmp_path: Path, capsys
     assert verify_command(tmp_path / "nothing") == 2
     (tmp_path / "empty").mkdir()
     assert verify_command(tmp_path / "empty") == 2
+    (tmp_path / "config.yaml").write_text("trainer: {}")
+    os.mkfifo(tmp_path / "pipe")
+    capsys.readouterr()
+    for name, said in (("config.yaml", "is no checkpoint; name a"), ("pipe", "is neither a file nor a folder; name a")):
+        assert verify_command(tmp_path / name) == 2
+        assert f"{name}' {said}" in capsys.readouterr().err
+    (tmp_path / "renamed").write_bytes((tmp_path / "old.ckpt").read_bytes()[:-30])
+    assert verify_command(tmp_path / "renamed") == 1
+    assert "it is truncated" in capsys.readouterr().out

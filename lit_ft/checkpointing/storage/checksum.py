@@ -80,10 +80,15 @@ def verify(path: Path) -> str | None:
             return None if is_same else "its bytes are not those that its SHA-256 sum was taken of"
         if tail[-_END_RECORD_BYTES:][:4] == _END_RECORD and tail[-2:] == b"\0\0":
             raise NoChecksum
-        file.seek(0)
-        if size > 0 and file.read(4) != _FIRST_RECORD[: min(4, size)]:
-            return "it is no Lightning checkpoint; name a .ckpt file of a run"
-        return f"it is truncated, or its end was overwritten ({size:,} bytes)"
+    if not begins_as_checkpoint(path):
+        return "it is no Lightning checkpoint; name a .ckpt file of a run"
+    return f"it is truncated, or its end was overwritten ({size:,} bytes)"
+
+
+def begins_as_checkpoint(path: Path) -> bool:
+    """Whether the first bytes of a file are those of a checkpoint, as far as it has them."""
+    with path.open("rb") as file:
+        return _FIRST_RECORD.startswith(file.read(len(_FIRST_RECORD)))
 
 
 class NoChecksum(Exception):
