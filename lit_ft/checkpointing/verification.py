@@ -10,7 +10,6 @@ from lit_ft.checkpointing.storage import checksum
 from lit_ft.checkpointing.storage.integrity import META, DamagedCheckpoint, check_intact
 from lit_ft.errors import RecipeError
 
-
 _NAMES = "name a checkpoint, a run's folder, or an exported folder"
 
 
