@@ -1,6 +1,7 @@
 """The file of answers that ``predict`` writes: one line of JSON per row; nothing is overwritten."""
 
 import json
+import tempfile
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
@@ -57,8 +58,17 @@ def write(path: Path, answers: Iterable[object]) -> None:
     """Write answers to a new file, one line each.
 
     Raises:
-        RecipeError: the file has come to exist while the answers were generated.
+        RecipeError: the file cannot be written, or has come to exist while the answers were generated; they are in a
+            temporary file then, which the message names.
     """
-    if path.exists():
-        raise RecipeError(f"{path} was written by another process meanwhile; run it again, with --out FILE")
-    write_durably(path, "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers))
+    lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    problem = "was written by another process meanwhile"
+    if not path.exists():
+        try:
+            write_durably(path, lines)
+            return
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+    kept = Path(tempfile.mkdtemp(prefix="lit_ft-")) / path.name
+    write_durably(kept, lines)
+    raise RecipeError(f"{path} {problem}; the answers are in {kept}")

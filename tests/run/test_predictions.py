@@ -1,6 +1,7 @@
 """Answers of several ranks are one file in the order of the rows; no file is overwritten."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,5 +36,17 @@ def test_paths(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8")) == {"answer": "书"}
     with pytest.raises(RecipeError, match="exists, and is not overwritten"):
         predictions.free_path(tmp_path, str(path))
-    with pytest.raises(RecipeError, match="written by another process meanwhile"):
-        predictions.write(path, [])
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [(__file__, "was written by another process meanwhile"), ("/proc/a.jsonl", "cannot be written")],
+)
+def test_answers_that_cannot_be_written_are_kept(
+    path: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RecipeError, match=rf"^{path} {problem}.*; the answers are in {tmp_path}/") as refused:
+        predictions.write(Path(path), [{"answer": "书"}])
+    kept = Path(str(refused.value).rpartition(" ")[2])
+    assert kept.read_text(encoding="utf-8") == '{"answer": "书"}\n'
