@@ -41,16 +41,11 @@ FinishReason = Literal["stop", "length"]
 """What ended an answer, in OpenAI's words: the model, or ``max_new_tokens``."""
 
 
-def finish(is_cut: bool) -> FinishReason:
-    """What ended an answer."""
-    return "length" if is_cut else "stop"
-
-
 class Answer(Question):
     """A question with what the model answers."""
 
     answer: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
 
 
 # --- modules -----------------------------------------------------------------------------------------

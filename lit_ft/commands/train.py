@@ -464,8 +464,10 @@ class TrainingCLI(LightningCLI):
         answers = predictions.gather([answer for batch in batches or [] for answer in batch])
         if self.answers_path is not None:
             predictions.write(self.answers_path, answers)
-            cut = sum(answer["finish_reason"] == "length" for answer in answers if "finish_reason" in answer)
-            said = f"; {cut:,} of them cut at max_new_tokens={self.model.max_new_tokens}" if cut else ""
+            said = ""
+            if isinstance(self.model, AnsweringModule):
+                cut = sum(answer["finish_reason"] == "length" for answer in answers)
+                said = f"; {cut:,} of them cut at max_new_tokens={self.model.max_new_tokens}" if cut else ""
             rank_zero_info(f"{as_count(len(answers), 'answer')}: {self.answers_path}{said}")
 
 

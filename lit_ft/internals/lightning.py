@@ -73,14 +73,14 @@ def metrics_to_log(trainer: Trainer) -> dict[str, float] | None:
 
 
 class _PlacedMetric(_ResultMetric):
-    """Logged value that looks for tensors to move only where it is on another device."""
+    """Logged value that Lightning searches for tensors to move only if it is on another device."""
 
     def to(self, device: torch.device) -> _ResultMetric:  # type: ignore[override]
         return self if self.value.device == device else super().to(device)
 
 
 def place_logged_values(trainer: Trainer) -> None:
-    """Spare values that were logged before a search for tensors to move at each ``log``, which takes longer than it."""
+    """Let Lightning search a logged value for tensors to move once; it does so at each ``log``, which is slow."""
     for metric in (trainer._results or {}).values():
         if type(metric) is _ResultMetric and metric.is_tensor:
             metric.__class__ = _PlacedMetric

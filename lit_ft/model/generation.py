@@ -28,6 +28,7 @@ from lit_ft.internals.peft import virtual_tokens_in_answers
 from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.render_limits import render_chat
+from lit_ft.protocols import FinishReason
 
 SMALLEST_TEMPERATURE = 1e-15
 """Temperature over which logits stay finite in float32, whatever a penalty has made of them."""
@@ -220,8 +221,8 @@ class GeneratedAnswer(NamedTuple):
     """Answer to a prompt."""
 
     text: str
-    is_cut: bool
-    """Whether ``max_new_tokens`` ended it."""
+    finish_reason: FinishReason | None
+    """None where it is not known: a module with an ``answer`` of its own."""
 
 
 @torch.no_grad()
@@ -270,13 +271,10 @@ def generate_answers(
             )
     finally:
         model.train(was_training)
-    hides_special = not has_marks(tokenizer)
-    answers = []
-    for ids in generated[: len(prompts), longest:].tolist():
-        own = _ended(ids, stops)
-        text = tokenizer.decode(own, skip_special_tokens=hides_special)
-        answers.append(GeneratedAnswer(text, is_cut=len(own) == max_new_tokens))
-    return answers
+    own = [_ended(ids, stops) for ids in generated[: len(prompts), longest:].tolist()]
+    texts = tokenizer.batch_decode(own, skip_special_tokens=not has_marks(tokenizer))
+    ends: list[FinishReason] = ["length" if len(ids) == max_new_tokens else "stop" for ids in own]
+    return [GeneratedAnswer(*pair) for pair in zip(texts, ends, strict=True)]
 
 
 def _ended(ids: list[int], stops: Sequence[int]) -> list[int]:

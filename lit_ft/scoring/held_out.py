@@ -1,6 +1,7 @@
 """Loss and exact match on a data set, computed by the code of ``validate`` and ``ExactMatch``."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 from peft import PeftModel
@@ -11,7 +12,6 @@ from lit_ft.export import restore_run
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.model import loading, rotary_embedding
 from lit_ft.model.isolation import token_mixers
-from lit_ft.protocols import finish
 from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
 from lit_ft.scoring.scores import Score
@@ -109,8 +109,6 @@ def held_out_scores(
         return scores, []
     share = sum(one.is_right for one in answers) / len(answers)
     error = math.sqrt(share * (1 - share) / (len(answers) - 1)) if len(answers) > 1 else None
-    rows = [
-        {"question": one.question, "expected": one.expected, "answer": one.answer, "finish_reason": finish(one.is_cut)}
-        for one in answers
-    ]
+    names = ("question", "expected", "answer", "finish_reason")
+    rows = [{name: value for name, value in asdict(one).items() if name in names} for one in answers]
     return [*scores, Score(name, "exact_match", share, error)], rows

@@ -12,10 +12,10 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_ft.model.generation import GREEDY, Sampling, generate_answers
+from lit_ft.model.generation import GREEDY, GeneratedAnswer, Sampling, generate_answers
 from lit_ft.model.render_limits import render_chat
 from lit_ft.packed_batch import pack_samples
-from lit_ft.protocols import Answer, Question, finish
+from lit_ft.protocols import Answer, FinishReason, Question
 from lit_ft.training.loss.packed_forward import base_model_of
 
 
@@ -26,9 +26,9 @@ class AnsweringModule(LightningModule):
     max_new_tokens: int
     sampling: Sampling = GREEDY
     """Choice of the tokens of ``predict_step``; ``answer`` is greedy."""
-    were_cut: Sequence[bool] = ()
-    """Whether ``max_new_tokens`` ended each answer of the last call of ``answer``."""
     _answered_rows: Sequence[int] | None = None
+    _ends: Sequence[FinishReason] = ()
+    """What ended each answer of the last call of ``answer``."""
 
     @property
     @abstractmethod
@@ -52,8 +52,14 @@ class AnsweringModule(LightningModule):
         answers = generate_answers(
             model, base, self.tokenizer, prompts, max_new_tokens, chosen, self._answered_rows or None
         )
-        self.were_cut = [answer.is_cut for answer in answers]
+        self._ends = [answer.finish_reason for answer in answers if answer.finish_reason is not None]
         return [answer.text for answer in answers]
+
+    def ended_answers(self, prompts: Sequence[str], max_new_tokens: int) -> list[GeneratedAnswer]:
+        """``answer``, with what ended each answer; not its result, for strategies and other modules give texts."""
+        self._ends = ()
+        texts = self.answer(prompts, max_new_tokens)
+        return [GeneratedAnswer(*pair) for pair in zip(texts, self._ends or [None] * len(texts), strict=True)]
 
     def render_prompt(self, messages: list[Message]) -> str:
         """A prompt for ``answer`` from the turns of a conversation, by the chat template.
@@ -74,8 +80,8 @@ class AnsweringModule(LightningModule):
         # Not arguments of `answer`: strategies wrap it, and other modules have it with these two alone.
         self._answered_rows = [question["row"] for question in batch]
         try:
-            answers = self.answer([question["prompt"] for question in batch], self.max_new_tokens)
+            answers = self.ended_answers([question["prompt"] for question in batch], self.max_new_tokens)
         finally:
             self._answered_rows = None
-        parts = zip(batch, answers, self.were_cut, strict=True)
-        return [{**question, "answer": text, "finish_reason": finish(is_cut)} for question, text, is_cut in parts]
+        pairs = zip(batch, answers, strict=True)
+        return [{**question, "answer": one.text, "finish_reason": one.finish_reason} for question, one in pairs]

@@ -13,6 +13,7 @@ from lit_callbacks.report.scored_answers import ScoredAnswer, write_answers
 from lit_ft import process
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
+from lit_ft.model.generation import GeneratedAnswer
 from lit_ft.run import predictions
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
@@ -39,9 +40,8 @@ def answer_rows(
     scored: dict[int, ScoredAnswer] = {}
     for start in range(0, rounds, batch_size):
         batch = rows[start : start + batch_size]
-        answers = module.answer([prompts[row]["prompt"] for row in batch], max_new_tokens)
-        parts = zip(batch, answers, module.were_cut, strict=True)
-        scored |= {row: _scored(prompts[row], answer, is_cut) for row, answer, is_cut in parts}
+        answers = module.ended_answers([prompts[row]["prompt"] for row in batch], max_new_tokens)
+        scored |= {row: _scored(prompts[row], answer) for row, answer in zip(batch, answers, strict=True)}
     return scored
 
 
@@ -86,7 +86,7 @@ class ExactMatch(Callback):
         """Log the accuracy, and return the answers: all on rank 0, none on other ranks. A collective."""
         answers = self._answers(trainer, *_asked(trainer, module, split))
         own = list(answers.values())
-        count = sum(answer.is_right for answer in own), sum(answer.is_cut for answer in own), len(own)
+        count = sum(one.is_right for one in own), sum(one.finish_reason == "length" for one in own), len(own)
         counts = torch.tensor(count, device=module.device)
         total = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
         right, cut, asked = (total // process.model_parallel_size(trainer)).tolist()
@@ -125,6 +125,6 @@ def _asked(trainer: Trainer, module: LightningModule, split: str) -> tuple[Causa
     return module, data.splits.prompts(split)
 
 
-def _scored(prompt: Mapping[str, str], answer: str, is_cut: bool) -> ScoredAnswer:
-    expected, answer = prompt["expected"].strip(), answer.strip()
-    return ScoredAnswer(prompt["question"], expected, answer, answer == expected, is_cut=is_cut)
+def _scored(prompt: Mapping[str, str], answer: GeneratedAnswer) -> ScoredAnswer:
+    expected, text = prompt["expected"].strip(), answer.text.strip()
+    return ScoredAnswer(prompt["question"], expected, text, text == expected, finish_reason=answer.finish_reason)

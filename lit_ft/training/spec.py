@@ -140,7 +140,7 @@ class TrainingSpec:
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         options = self.activation_offload, self.router_aux_loss
-        forward = PackedForward(model, *options, is_compiled=bool(self.compile), pad_rows_to=self.pad_rows_to)
+        forward = PackedForward(model, *options, compiled=self.compile, pad_rows_to=self.pad_rows_to)
         if self.neftune_alpha is not None:
             forward.add_embedding_noise(self.neftune_alpha)
         if self.fused_lora:

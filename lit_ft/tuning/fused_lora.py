@@ -68,7 +68,7 @@ def _unlike_plain_lora(layer: lora.LoraLayer) -> str | None:
 
 
 class Fused(nn.Module, lora.LoraLayer):
-    """Fused ``forward`` of the layer of PEFT that a class also inherits; where it does not apply, PEFT's is called."""
+    """Base of a class that also inherits a LoRA layer of PEFT; where its ``forward`` does not apply, PEFT's runs."""
 
     base_class: type[nn.Linear] = nn.Linear
     weight_classes: tuple[type[Tensor], ...] = (nn.Parameter, Tensor)
@@ -145,7 +145,7 @@ class FusedLinear(Fused, lora.Linear):
 
 @cache
 def fused_classes() -> dict[type[lora.LoraLayer], type[Fused]]:
-    """Classes that PEFT's classes become; that for 4-bit weights needs bitsandbytes, which PEFT has imported then."""
+    """Fused class of each class of PEFT; the one for 4-bit weights imports bitsandbytes, as PEFT has done before."""
     classes: dict[type[lora.LoraLayer], type[Fused]] = {lora.Linear: FusedLinear}
     if is_bnb_4bit_available():
         from bitsandbytes.functional import dequantize_4bit
@@ -250,11 +250,11 @@ def _add_in_graph(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @torch.library.register_fake("lit_ft::add_product")
 def _(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """What the product changes in a traced graph: nothing but values."""
+    """The operator in a traced graph: it changes no shape and returns nothing."""
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``total.addmm_(a, b)``, which Inductor would make a product that starts from a copy of ``total`` (torch 2.13)."""
+    """``total.addmm_(a, b)``; in a graph an operator, for Inductor would copy ``total`` first (torch 2.13)."""
     if torch.compiler.is_compiling():
         torch.ops.lit_ft.add_product(total, a, b)
         return total

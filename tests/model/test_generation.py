@@ -39,7 +39,11 @@ def other_end(model_folder: str, tmp_path: Path) -> str:
 
 
 def test_an_answer_ends_where_the_template_ends_a_turn(
-    make_trainer: Any, other_end: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+    make_trainer: Any,
+    other_end: str,
+    write_rows: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [{"instruction": "the red book", "output": "blue cup"}, {"instruction": "a lamp", "output": "书"}]
     data = TextDataModule(write_rows(rows), val_path=write_rows(rows, "val.json"))
@@ -48,9 +52,11 @@ def test_an_answer_ends_where_the_template_ends_a_turn(
     trainer.fit(module, data)
     prompts = [row["prompt"] for row in data.splits.prompts("val")]
     assert module.answer(prompts, 20) == ["blue cup", "书"]
-    assert module.were_cut == [False, False]
-    assert module.answer(prompts, 1)[0] != "blue cup"
-    assert module.were_cut[0]
+    assert module.ended_answers(prompts, 20) == [("blue cup", "stop"), ("书", "stop")]
+    assert [answer.finish_reason for answer in module.ended_answers(prompts, 1)] == ["length", "length"]
+    with monkeypatch.context() as patch:  # another's way to answer
+        patch.setattr(module, "answer", lambda prompts, _: ["own"] * len(prompts))
+        assert module.ended_answers(prompts, 1) == [("own", None)] * 2
     scores: list[float] = []
     log: Any = type("Log", (), {"log_metrics": lambda self, metrics, step: scores.extend(metrics.values())})()
     trainer._loggers = [log]
@@ -61,7 +67,7 @@ def test_an_answer_ends_where_the_template_ends_a_turn(
         ("the red book", "blue cup", "blue cup", True),
         ("a lamp", "书", "书", True),
     ]
-    assert [line["is_cut"] for line in lines] == [False, False]
+    assert [line["finish_reason"] for line in lines] == ["stop", "stop"]
     caplog.clear()
     with caplog.at_level("INFO", "lightning.pytorch"):
         ExactMatch(max_new_tokens=1, samples=0).on_train_end(trainer, module)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lit_callbacks.output.step_lines import add_lines
 from lit_callbacks.report.report_data import VALIDATION_ANSWERS, Json
@@ -28,7 +28,7 @@ class ScoredAnswer:
         answer: the model's answer.
         is_right: whether it counts as right.
         loss: mean loss of the expected answer, in nats per token; None where it was not computed.
-        is_cut: whether a limit of its length ended the answer.
+        finish_reason: what ended the answer: ``stop`` (the model) or ``length`` (a limit); None where it is not known.
     """
 
     question: str
@@ -36,7 +36,7 @@ class ScoredAnswer:
     answer: str
     is_right: bool
     loss: float | None = None
-    is_cut: bool = False
+    finish_reason: Literal["stop", "length"] | None = None
 
 
 def write_answers(folder: str | Path, step: int, answers: Sequence[ScoredAnswer]) -> None:

@@ -23,7 +23,7 @@ from lit_ft.errors import RecipeError, option_called
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer
 from lit_ft.model.generation import GeneratedAnswer
-from lit_ft.protocols import Question, finish
+from lit_ft.protocols import Question
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.run.state import finished_step
@@ -232,10 +232,10 @@ class Evaluation:
         if (questions := self.data.questions(path, opened.tokenizer)) is not None:
             replies = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
             self.replies[side] = replies
-            self._note_cut(side, options, options.questions, [finish(reply.is_cut) for reply in replies])
+            self._note_cut(side, options, options.questions, [reply.finish_reason for reply in replies])
             self.questions = self.questions or questions
 
-    def _note_cut(self, side: Side, options: Namespace, path: str, ends: Sequence[str]) -> None:
+    def _note_cut(self, side: Side, options: Namespace, path: str, ends: Sequence[str | None]) -> None:
         if cut := ends.count("length"):
             of = f"{cut:,} of {as_count(len(ends), 'answer')} to {Path(path).name}"
             self.notes.append(f"{side}: {of} cut at max_new_tokens={options.max_new_tokens}")

@@ -50,6 +50,11 @@ def records_graphs(compiled: bool | str) -> bool:
     return isinstance(compiled, str) and bool(compile_modes().get(compiled, {}).get("triton.cudagraphs"))
 
 
+def uses_inductor(compiled: bool | str) -> bool:
+    """Whether ``model.compile`` names inductor, by true, by one of its modes or by its name."""
+    return compiled is True or compiled == "inductor" or compiled in compile_modes()
+
+
 def copy_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Move gradients on CUDA out of the memory of CUDA graphs, which the next replay writes to."""
     for parameter in parameters:

@@ -11,6 +11,7 @@ from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.compiled.attention import segments_of
+from lit_ft.model.compiled.layers import uses_inductor
 from lit_ft.model.isolation import lengths as current_lengths
 from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, pad_to_multiple
@@ -36,10 +37,11 @@ class PackedForward:
         model: PreTrainedModel | PeftModel,
         activation_offload: bool = False,
         router_aux_loss: router_loss.RouterAuxLoss = None,
-        is_compiled: bool = False,
+        compiled: bool | str = False,
         pad_rows_to: int | None = None,
     ) -> None:
-        self.is_compiled, self.pad_rows_to = is_compiled, pad_rows_to
+        self.is_compiled, self.pad_rows_to = bool(compiled), pad_rows_to
+        self.fuses_loss = uses_inductor(compiled)
         self.model, self.base = model, base_model_of(model)
         self.head = loading.head_of(self.base)
         self.offload = activation_offload
@@ -115,7 +117,7 @@ class PackedForward:
             batch["targets"],
             chunk_tokens=tokens_per_chunk(head.weight.shape[0], hidden.device.type),
             head_parameters=loading.head_parameters(self.base),
-            is_compiled=self.is_compiled,
+            is_compiled=self.fuses_loss,
         )
 
     def take_router_loss(self, tokens: int, metrics: StageMetrics) -> Tensor | float:
