@@ -466,7 +466,7 @@ class TrainingCLI(LightningCLI):
             predictions.write(self.answers_path, answers)
             said = ""
             if isinstance(self.model, AnsweringModule):
-                cut = sum(answer["finish_reason"] == "length" for answer in answers)
+                cut = sum(isinstance(one, dict) and one.get("finish_reason") == "length" for one in answers)
                 said = f"; {cut:,} of them cut at max_new_tokens={self.model.max_new_tokens}" if cut else ""
             rank_zero_info(f"{as_count(len(answers), 'answer')}: {self.answers_path}{said}")
 

@@ -316,6 +316,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "NEFTune, LoRA+": {"neftune_alpha": 5, "lr_factors": {"lora_B": 16}},
     "added tokens": {"added_tokens": ["<a>", "<b>"]},
     "NF4": {"quantization": nf4(), "gradient_checkpointing": True},
+    "NF4, selective checkpointing": {"quantization": nf4(), "gradient_checkpointing": "selective"},
     "NF4, nested, dropout": {
         "quantization": nf4(nested=True),
         "peft": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2),
