@@ -460,8 +460,9 @@ class TrainingCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Answer questions, and write the answers to a new file: ``out``, or one in the run folder."""
-        batches: Any = self.trainer.predict(**kwargs)
-        answers = predictions.gather([answer for batch in batches or [] for answer in batch])
+        self.trainer.callbacks.append(so_far := predictions.AnswersSoFar(self.answers_path))
+        self.trainer.predict(**{**kwargs, "return_predictions": False})
+        answers = predictions.gather(so_far.answers)
         if self.answers_path is not None:
             predictions.write(self.answers_path, answers)
             said = ""
@@ -469,6 +470,7 @@ class TrainingCLI(LightningCLI):
                 cut = sum(isinstance(one, dict) and one.get("finish_reason") == "length" for one in answers)
                 said = f"; {cut:,} of them cut at max_new_tokens={self.model.max_new_tokens}" if cut else ""
             rank_zero_info(f"{as_count(len(answers), 'answer')}: {self.answers_path}{said}")
+        so_far.remove()
 
 
 class RecipeCLI(TrainingCLI):

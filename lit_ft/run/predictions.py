@@ -1,13 +1,17 @@
-"""The file of answers that ``predict`` writes: one line of JSON per row; nothing is overwritten."""
+"""The file of answers that ``predict`` writes: one line of JSON per row; nothing is overwritten, and none is lost."""
 
+import glob
 import json
+import sys
 import tempfile
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_callbacks.export.manifest import write_durably
 
 from lit_ft.errors import RecipeError
@@ -25,10 +29,10 @@ def free_path(folder: Path, out: str | None) -> Path:
     """
     if out is None:
         names = (f"predictions{'' if number == 1 else f'-{number}'}.jsonl" for number in count(1))
-        return next(folder / name for name in names if not (folder / name).exists())
+        return next(path for name in names if not _taken(path := folder / name))
     path = Path(out).expanduser()
-    if path.exists() or path.is_symlink():
-        raise RecipeError(f"out={out!r} exists, and is not overwritten; name another file, or remove it")
+    if taken := _taken(path):
+        raise RecipeError(f"out={out!r}: {taken} exists, and is not overwritten; name another file, or remove it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(exist_ok=False)
@@ -36,6 +40,13 @@ def free_path(folder: Path, out: str | None) -> Path:
     except OSError as error:
         raise RecipeError(f"out={out!r} cannot be written ({error.strerror}); name another file") from error
     return path
+
+
+def _taken(path: Path) -> Path | None:
+    """The file itself, or answers of a ``predict`` into it that did not reach its end; None if there is neither."""
+    if path.exists() or path.is_symlink():
+        return path
+    return next(path.parent.glob(_partial_path(Path(glob.escape(path.name)), "*").name), None)
 
 
 def gather(answers: list[Any]) -> list[Any]:
@@ -54,6 +65,78 @@ def gather(answers: list[Any]) -> list[Any]:
     return [{key: value for key, value in by_row[row].items() if key != "row"} for row in sorted(by_row)]
 
 
+class AnswersSoFar(Callback):
+    """A rank's answers, and a file of them that grows with each batch, for a ``predict`` that does not reach its end.
+
+    Lines of the file have the number of the row: ranks take rows in turn.
+    """
+
+    def __init__(self, whole: Path | None) -> None:
+        """Set where the files are.
+
+        Args:
+            whole: file that all answers will be written to; theirs are beside it. Rank 0's counts.
+        """
+        self._whole = whole
+        self._path: Path | None = None
+        self.answers: list[Any] = []
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Create this rank's file."""
+        whole: Path = trainer.strategy.broadcast(self._whole)
+        self._path = _partial_path(whole, trainer.global_rank)
+        self._try_write(lambda path: path.touch(exist_ok=False))
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: object, **__: object
+    ) -> None:
+        """Add what ``predict_step`` returned for a batch: a list of answers, one answer, or None."""
+        answers = list(outputs) if isinstance(outputs, (list, tuple)) else [] if outputs is None else [outputs]
+        lines = _lines(answers)
+        self._try_write(lambda path: _append(path, lines))
+        self.answers += answers
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Name the file of a run that ends early."""
+        if not self.answers:
+            self.remove()
+        elif self._path is not None:
+            print(f"answers until then: {len(self.answers):,} in {self._path}", file=sys.stderr)
+
+    def remove(self) -> None:
+        """Remove the file: the answers are in that of all ranks, or there are none."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _try_write(self, write: Callable[[Path], object]) -> None:
+        if self._path is None:
+            return
+        try:
+            write(self._path)
+        except OSError as error:
+            problem = f"{self._path} cannot be written ({error.strerror}): answers are in memory until the end"
+            warnings.warn(problem, stacklevel=2)
+            self._path = None
+
+
+def _partial_path(whole: Path, rank: int | str) -> Path:
+    return whole.with_name(f"{whole.name}.rank{rank}.partial")
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _lines(answers: Iterable[object]) -> str:
+    try:
+        return "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    except TypeError as error:
+        raise RecipeError(
+            f"{error}: answers are written as JSON; let predict_step return a list of texts, numbers or dictionaries"
+        ) from error
+
+
 def write(path: Path, answers: Iterable[object]) -> None:
     """Write answers to a new file, one line each.
 
@@ -61,7 +144,7 @@ def write(path: Path, answers: Iterable[object]) -> None:
         RecipeError: the file cannot be written, or has come to exist while the answers were generated; they are in a
             temporary file then, which the message names.
     """
-    lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    lines = _lines(answers)
     problem = "was written by another process meanwhile"
     if not path.exists():
         try:

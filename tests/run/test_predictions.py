@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning import LightningModule, Trainer
 from ranks import on_ranks
+from torch.utils.data import DataLoader
 
 from lit_ft import RecipeError
 from lit_ft.run import predictions
@@ -50,3 +53,58 @@ def test_answers_that_cannot_be_written_are_kept(
         predictions.write(Path(path), [{"answer": "书"}])
     kept = Path(str(refused.value).rpartition(" ")[2])
     assert kept.read_text(encoding="utf-8") == '{"answer": "书"}\n'
+
+
+def _as_it_is(batch: object) -> object:
+    return batch
+
+
+class Answers(LightningModule):
+    """Gives each batch as its answers, if it is no exception."""
+
+    def predict_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> object:
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
+
+
+def predict(so_far: predictions.AnswersSoFar, *loaders: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu", callbacks=[so_far], logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )
+    trainer.predict(Answers(), [DataLoader(batches, batch_size=None, collate_fn=_as_it_is) for batches in loaders])
+
+
+def test_answers_of_a_run_that_fails_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = predictions.free_path(tmp_path, None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        predict(predictions.AnswersSoFar(path), [[{"row": 3}, {"row": 1}], [{"row": 2}], RuntimeError("out of memory")])
+    kept = tmp_path / "predictions.jsonl.rank0.partial"
+    assert [json.loads(line)["row"] for line in kept.read_text().splitlines()] == [3, 1, 2]
+    assert f"answers until then: 3 in {kept}" in capsys.readouterr().err
+    assert predictions.free_path(tmp_path, None).name == "predictions-2.jsonl"
+    with pytest.raises(RecipeError, match=f"{kept} exists, and is not overwritten"):
+        predictions.free_path(tmp_path, str(path))
+
+
+def test_answers_so_far_of_a_run_that_ends(tmp_path: Path) -> None:
+    so_far = predictions.AnswersSoFar(tmp_path / "predictions.jsonl")
+    predict(so_far, [["a", "b"], None, "one"], [{"answer": "c"}])
+    assert so_far.answers == ["a", "b", "one", {"answer": "c"}]
+    (partial,) = tmp_path.iterdir()
+    assert [json.loads(line) for line in partial.read_text().splitlines()] == so_far.answers
+    so_far.remove()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_answers_that_json_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="Tensor is not JSON serializable: answers are written as JSON; let predict"):
+        predict(predictions.AnswersSoFar(tmp_path / "predictions.jsonl"), [torch.ones(2)])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    so_far = predictions.AnswersSoFar(tmp_path / "missing" / "predictions.jsonl")
+    with pytest.warns(UserWarning, match="cannot be written .*: answers are in memory until the end"):
+        predict(so_far, [["a"]])
+    assert so_far.answers == ["a"]
