@@ -460,7 +460,7 @@ class TrainingCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Answer questions, and write the answers to a new file: ``out``, or one in the run folder."""
-        self.trainer.callbacks.append(so_far := predictions.AnswersSoFar(self.answers_path))
+        attributes_of(self.trainer).callbacks.append(so_far := predictions.AnswersSoFar(self.answers_path))
         self.trainer.predict(**{**kwargs, "return_predictions": False})
         answers = predictions.gather(so_far.answers)
         if self.answers_path is not None:

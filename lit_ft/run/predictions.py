@@ -83,7 +83,7 @@ class AnswersSoFar(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create this rank's file."""
-        whole: Path = trainer.strategy.broadcast(self._whole)
+        whole: Any = trainer.strategy.broadcast(self._whole)
         self._path = _partial_path(whole, trainer.global_rank)
         self._try_write(lambda path: path.touch(exist_ok=False))
 
