@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, RankFailureWatchdog, RunReport, ThroughputMonitor
 from lit_callbacks.export.atomic_folder import check_replaceable
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.quantities import as_count
 from lit_callbacks.protocols import tokenizer_of
 from torch import nn
