@@ -6,9 +6,9 @@ and an answer wins only if it wins in both.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import stdev
 from typing import Literal
@@ -22,7 +22,7 @@ from lit_ft.scoring.scores import Score
 
 Verdict = Literal["A", "B", "C"]
 """The first answer is better, the second one, or neither."""
-Outcome = Literal["win", "loss", "tie", "unread"]
+Outcome = Literal["win", "loss", "tie", "unread", "not judged"]
 
 SYSTEM = (
     "Please act as an impartial judge and evaluate the quality of the responses provided by two AI assistants to the "
@@ -86,9 +86,7 @@ class Judge:
         text = _FIELD.sub(lambda field: fields[field[1]], self.prompt)
         turns = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            return self.client.chat(
-                self.model, [*turns, {"role": "user", "content": text}], max_tokens=self.max_tokens, temperature=0
-            )
+            return self.client.greedy_chat(self.model, [*turns, {"role": "user", "content": text}], self.max_tokens)
         except Lacking as error:
             raise RecipeError(f"the judge {self.model!r} at {self.client.url} refuses a question: {error}") from error
 
@@ -100,7 +98,7 @@ class Judgment:
     question: str
     answer: str
     base_answer: str
-    outcome: Outcome
+    outcome: Outcome = "not judged"
     said: Sequence[str] = ()
     """The judge's texts: with the answer first, and with the base's first; none for equal answers."""
 
@@ -120,23 +118,19 @@ def outcome_of(first: Verdict | None, swapped: Verdict | None) -> Outcome:
     return "loss" if (first, swapped) == ("B", "A") else "tie"
 
 
-def compare(
-    questions: Sequence[Question], answers: Sequence[str], base_answers: Sequence[str], judge: Judge
-) -> list[Judgment]:
-    """Judgments of two models' answers to the same questions; equal answers are ties that the judge does not see."""
+def compare(questions: Sequence[Question], unjudged: Sequence[Judgment], judge: Judge) -> Iterator[Judgment]:
+    """Judge pairs of answers, in their order; equal answers are ties that the judge does not see."""
 
-    def judged(row: tuple[Question, str, str]) -> Judgment:
-        question, own, other = row
+    def judged(question: Question, pair: Judgment) -> Judgment:
+        own, other = pair.answer, pair.base_answer
         if own.strip() == other.strip():
-            return Judgment(question["question"], own, other, "tie")
-        texts = [
-            judge.ask(question["question"], one, two, question["expected"]) for one, two in ((own, other), (other, own))
-        ]
+            return replace(pair, outcome="tie")
+        texts = [judge.ask(pair.question, one, two, question["expected"]) for one, two in ((own, other), (other, own))]
         first, swapped = map(verdict_of, texts)
-        return Judgment(question["question"], own, other, outcome_of(first, swapped), texts)
+        return replace(pair, outcome=outcome_of(first, swapped), said=texts)
 
     with ThreadPoolExecutor(judge.at_once) as pool:
-        return list(pool.map(judged, zip(questions, answers, base_answers, strict=True)))
+        yield from pool.map(judged, questions, unjudged)
 
 
 def answers_of(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from jsonargparse import Namespace
 from served import in_thread
 from shared_fixtures import make_rows
 from starlette.applications import Starlette
@@ -18,6 +19,7 @@ from lit_ft.commands.inference import evaluate as command
 from lit_ft.commands.inference.evaluate import run as evaluate
 from lit_ft.errors import RecipeError
 from lit_ft.inference.openai.client import OpenAIClient
+from lit_ft.model.generation import GeneratedAnswer
 from lit_ft.protocols import Question
 from lit_ft.scoring.judging import Judge, Judgment, compare, outcome_of, verdict_of, win_rates
 from lit_ft.scoring.scores import Score
@@ -73,21 +75,25 @@ def test_no_verdict_at_all_is_an_error() -> None:
 
 
 Decision = Callable[[str, str], str]
+Refusal = Callable[[dict[str, object]], JSONResponse | None]
 
 
 @contextmanager
-def judging(decide: Decision) -> Iterator[str]:
+def judging(decide: Decision, refuse: Refusal = lambda _: None, path: str = "/v1") -> Iterator[str]:
     """Address of a judge with OpenAI's interface, which decides on what stands at each place."""
 
     async def answer(request: Request) -> JSONResponse:
-        text = (await request.json())["messages"][-1]["content"]
+        body = await request.json()
+        if refused := refuse(body):
+            return refused
+        text = body["messages"][-1]["content"]
         answer_a, answer_b = (text.partition(f"<{place}>")[2].partition(f"</{place}>")[0] for place in "AB")
         return JSONResponse({"choices": [{"message": {"role": "assistant", "content": decide(answer_a, answer_b)}}]})
 
     async def models(request: Request) -> JSONResponse:
         return JSONResponse({"data": [{"id": "judge"}]})
 
-    routes = [Route("/v1/chat/completions", answer, methods=["POST"]), Route("/v1/models", models)]
+    routes = [Route(f"{path}/chat/completions", answer, methods=["POST"]), Route("/v1/models", models)]
     with in_thread(uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="warning"))) as address:
         yield address
 
@@ -103,20 +109,73 @@ def question(text: str) -> Question:
     return {"row": 0, "id": text, "question": text, "prompt": text, "expected": None}
 
 
+PAIRS = [
+    Judgment("one", "long answer", "brief"),
+    Judgment("two", "short", "much longer"),
+    Judgment("three", "same {answer_b}", "same {answer_b}"),
+]
+
+
+def judged(client: OpenAIClient) -> list[str]:
+    rows = [question(pair.question) for pair in PAIRS]
+    return [judgment.outcome for judgment in compare(rows, PAIRS, Judge(client, "judge", PROMPT, None))]
+
+
 def outcomes(decide: Decision) -> list[str]:
     with judging(decide) as url:
-        judge = Judge(OpenAIClient(url), "judge", PROMPT, None)
-        rows = [question(text) for text in ("one", "two", "three")]
-        judgments = compare(
-            rows, ["long answer", "short", "same {answer_b}"], ["brief", "much longer", "same {answer_b}"], judge
-        )
-    return [judgment.outcome for judgment in judgments]
+        return judged(OpenAIClient(url))
 
 
 def test_a_judge_behind_an_address_sees_both_orders() -> None:
     assert outcomes(longer) == ["win", "loss", "tie"]
     assert outcomes(lambda *_: "[[A]]") == ["tie", "tie", "tie"]
     assert outcomes(lambda one, _: "who knows" if one == "brief" else "[[A]]") == ["unread", "tie", "tie"]
+
+
+@pytest.mark.parametrize("path", ["/v1", "/api/v3", "/api/paas/v4", "/v1beta/openai"])
+def test_a_judge_of_a_provider_with_a_path_of_its_own(path: str) -> None:
+    with judging(longer, path=path) as url:
+        assert judged(OpenAIClient(url + path + "/")) == ["win", "loss", "tie"]
+
+
+def test_a_judge_that_thinks_takes_other_options() -> None:
+    asked: list[set[str]] = []
+
+    def refuse(body: dict[str, object]) -> JSONResponse | None:
+        asked.append(set(body) - {"model", "messages"})
+        is_refused = "max_tokens" in body or "temperature" in body
+        return JSONResponse({"error": "Use 'max_completion_tokens' instead"}, 400) if is_refused else None
+
+    with judging(longer, refuse) as url:
+        assert judged(OpenAIClient(url)) == ["win", "loss", "tie"]
+    assert asked.count({"max_completion_tokens"}) == 4
+    assert {"max_tokens", "temperature"} in asked
+
+
+def test_a_judge_that_is_busy_is_asked_again() -> None:
+    busy = iter([503, 429])
+
+    def refuse(_: dict[str, object]) -> JSONResponse | None:
+        status = next(busy, None)
+        return None if status is None else JSONResponse({}, status, {"Retry-After": "0"})
+
+    with judging(longer, refuse) as url, pytest.warns(UserWarning, match=r"answers 503: .*; asked again in 0 s"):
+        assert judged(OpenAIClient(url, tries=3)) == ["win", "loss", "tie"]
+    with (
+        judging(longer, lambda _: JSONResponse({}, 503, {"Retry-After": "0"})) as url,
+        pytest.warns(UserWarning, match="answers 503"),
+        pytest.raises(RecipeError, match="answers 503"),
+    ):
+        judged(OpenAIClient(url, tries=2))
+
+
+def test_a_judge_without_a_list_of_models_has_the_name_that_is_given() -> None:
+    with judging(longer) as url:
+        client = OpenAIClient(f"{url}/v2")
+        with pytest.warns(UserWarning, match="J is taken as it is: .* has no list of models at /v2/models"):
+            assert client.chosen("J", option="--judge_model") == "J"
+        with pytest.raises(RecipeError, match="without a list of models, name the model with --judge_model"):
+            client.chosen(None, option="--judge_model")
 
 
 @pytest.mark.slow
@@ -138,6 +197,28 @@ def test_the_command_compares_a_model_with_another(
     (tmp_path / "judge.txt").write_text("{question} {answer_a}")
     with pytest.raises(RecipeError, match=r"has no \{answer_b\}"):
         Judge.with_prompt(OpenAIClient(url), "judge", "judge.txt", 1)
+
+
+def test_a_judge_that_fails_costs_no_judgments() -> None:
+    evaluation = command.Evaluation(
+        [], command.harness.HarnessOptions(), command.DataSets(Namespace(path="m", against=None))
+    )
+    evaluation.questions = [question(pair.question) for pair in PAIRS]
+    evaluation.replies = {
+        "fine-tuned": [GeneratedAnswer(pair.answer, "stop") for pair in PAIRS],
+        "base": [GeneratedAnswer(pair.base_answer, "stop") for pair in PAIRS],
+    }
+
+    def refuse(body: dict[str, object]) -> JSONResponse | None:
+        return JSONResponse({}, 400) if "much longer" in str(body) else None
+
+    with judging(longer, refuse) as url, pytest.raises(RecipeError, match="refuses a question"):
+        evaluation.judge(Judge(OpenAIClient(url), "judge", PROMPT, None), "q.json")
+    assert [(one.answer, one.outcome) for one in evaluation.judgments] == [
+        ("long answer", "win"),
+        ("short", "not judged"),
+        ("same {answer_b}", "not judged"),
+    ]
 
 
 def test_a_judge_that_fails_costs_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

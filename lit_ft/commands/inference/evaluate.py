@@ -34,6 +34,8 @@ from lit_ft.training.console import show_progress_on_terminals_only
 Side = Literal["fine-tuned", "base"]
 LONGEST = 256
 """Largest number of tokens of an answer, where ``--max_new_tokens`` gives none."""
+TRIES = 8
+"""Times that a server is asked the same, within about 90 seconds."""
 _SECRETS = ("--api_key", "--judge_api_key")
 
 
@@ -57,8 +59,9 @@ def run(arguments: list[str]) -> None:
         try:
             if judge is not None:
                 evaluation.judge(judge, Path(options.questions).name)
-        finally:  # a judge that fails costs none of the figures that were measured before
-            if rows := compared(evaluation.scores["fine-tuned"], evaluation.scores["base"]):
+        finally:  # a judge that fails costs no figures, answers or judgments from before
+            rows = compared(evaluation.scores["fine-tuned"], evaluation.scores["base"])
+            if rows or evaluation.judgments:
                 _show(rows, evaluation.notes)
                 _write(folder, evaluation, rows, options, _without_secrets(arguments))
 
@@ -260,7 +263,8 @@ class Evaluation:
         tokenizer, template = open_tokenizer(options.path, options.chat_template)
         if options.apply_chat_template is False:
             template = None
-        client = OpenAIClient(options.url, given_key("api_key", options.api_key, options.api_key_file, API_KEY))
+        key = given_key("api_key", options.api_key, options.api_key_file, API_KEY)
+        client = OpenAIClient(options.url, key, tries=TRIES)
         served = client.models()
         name = client.chosen(options.model, Path(options.path).resolve().name)
         base = options.base_model or ("base" if "base" in served and name != "base" else None)
@@ -277,8 +281,11 @@ class Evaluation:
 
     def judge(self, judge: judging.Judge, name: str) -> None:
         """Let a judge compare the answers of both sides."""
-        own, other = ([reply.text for reply in self.replies[side]] for side in ("fine-tuned", "base"))
-        self.judgments = judging.compare(self.questions, own, other, judge)
+        pairs = zip(self.questions, self.replies["fine-tuned"], self.replies["base"], strict=True)
+        unjudged = [judging.Judgment(question["question"], own.text, other.text) for question, own, other in pairs]
+        self.judgments = [*unjudged]
+        for number, judgment in enumerate(judging.compare(self.questions, unjudged, judge)):
+            self.judgments[number] = judgment
         wins, losses, note = judging.win_rates(f"{name} by {judge.model}", self.judgments)
         self.scores["fine-tuned"] += wins
         self.scores["base"] += losses
@@ -342,7 +349,7 @@ def _judge(options: Namespace) -> judging.Judge | None:
     if options.judge_url is None:
         return None
     key = given_key("judge_api_key", options.judge_api_key, options.judge_api_key_file, JUDGE_API_KEY)
-    client = OpenAIClient(options.judge_url, key, timeout=600)
+    client = OpenAIClient(options.judge_url, key, timeout=600, tries=TRIES)
     model = client.chosen(options.judge_model, option="--judge_model")
     return judging.Judge.with_prompt(client, model, options.judge_prompt, options.batch_size)
 
@@ -354,7 +361,8 @@ def _show(rows: Sequence[Sequence[Cell]], notes: Sequence[str]) -> None:
         table.add_column(header, justify="left" if number < 2 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(_text(cell, COLUMNS[number] == "change") for number, cell in enumerate(row)))
-    console.print(table, markup=False)
+    if rows:
+        console.print(table, markup=False)
     for note in notes:
         console.print(printable(note), markup=False, soft_wrap=True)
 
@@ -379,7 +387,7 @@ def _write(
     results.write_json(folder / "scores.json", table)
     written = [folder]
     run = RunFolder(Path(options.path).expanduser())
-    if run.config.is_file():
+    if rows and run.config.is_file():
         written += results.add_to_report(run.root, results.table_of(rows, evaluation.notes, command), "evaluation")
     rank_zero_info("written: " + ", ".join(map(str, written)))
 

@@ -5,6 +5,8 @@ What is asked for has several ways, since servers differ: each is tried until on
 
 import json
 import math
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from typing import TypeVar
@@ -35,24 +37,47 @@ class ServerFailed(RecipeError):
     """Error of a request that failed on the server, whatever the server offers."""
 
 
+_VERSION = re.compile(r"/v\d[^/]*(/[^/]+)*$")
+"""End of an address that OpenAI's paths follow: ``/v1``, ``/api/v3`` from its version on, ``/v1beta/openai``."""
+
+_BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
+"""Statuses of a server that may answer the same request later."""
+
+LONGEST_WAIT = 30.0
+"""Seconds to wait before a request is repeated, at most."""
+
+
+class _TryLater(Exception):
+    """Error of a request that may succeed later."""
+
+    def __init__(self, error: RecipeError, seconds: str | None = None) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.seconds = float(seconds) if seconds and seconds.isdecimal() else None
+
+
 class OpenAIClient:
-    """Connection to a server, without any retry.
+    """Connection to a server.
 
     Args:
-        url: address of the server, with ``/v1`` at its end or without.
+        url: address of the server, with OpenAI's ``/v1``, or the version of another provider, at its end or without.
         api_key: key that requests carry.
         timeout: seconds to wait for an answer.
+        tries: number of times that a request is sent to a server that is busy or breaks off, with waits of 1, 2, 4,
+            ... seconds between them, or those that it asks for (``Retry-After``).
     """
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 120) -> None:
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 120, tries: int = 1) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise RecipeError(f"url={url!r} is no address of a server; give one such as http://127.0.0.1:8000")
-        self.url = url.rstrip("/").removesuffix("/v1")
+        url = url.rstrip("/")
+        version = _VERSION.search(url, url.index(parts.netloc) + len(parts.netloc))
+        self.url, self._version = (url[: version.start()], version[0]) if version else (url, "/v1")
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._timeout = timeout
+        self._timeout, self._tries = timeout, tries
         self._lacking: dict[str, str] = {}
         self._whole_token: int | None = None
 
@@ -60,7 +85,8 @@ class OpenAIClient:
         """Names of the server's models.
 
         Raises:
-            RecipeError: there is no server, or it has no such list.
+            ServerFailed: it has no such list.
+            RecipeError: there is no server.
         """
         return [str(model["id"]) for model in self._models()]
 
@@ -80,7 +106,8 @@ class OpenAIClient:
             listed = self._ask("/v1/models")["data"]
             return [{**model, "id": str(model["id"])} for model in listed]  # type: ignore[attr-defined]
         except (Lacking, KeyError, TypeError) as error:
-            raise RecipeError(f"{self.url} has no list of models at /v1/models ({error}); is it OpenAI's?") from error
+            where = f"{self.url} has no list of models at {self._version}/models"
+            raise ServerFailed(f"{where} ({error}); has it OpenAI's interface?") from error
 
     def chosen(self, given: str | None, default: str | None = None, option: str = "--model") -> str:
         """Name of a model that the server has.
@@ -219,6 +246,20 @@ class OpenAIClient:
             raise Lacking("/v1/completions gives no text")
         return text
 
+    def greedy_chat(self, model: str, messages: Sequence[Mapping[str, object]], max_tokens: int) -> str:
+        """Answer to a conversation at temperature 0; at its own where a model that thinks takes no other.
+
+        Raises:
+            Lacking: the server has no ``/v1/chat/completions``, or refuses the conversation.
+            RecipeError: the server cannot be reached, or failed.
+        """
+        return self._first_of(
+            {
+                "max_tokens, temperature 0": lambda: self.chat(model, messages, max_tokens=max_tokens, temperature=0),
+                "max_completion_tokens": lambda: self.chat(model, messages, max_completion_tokens=max_tokens),
+            }
+        )
+
     def chat(self, model: str, messages: Sequence[Mapping[str, object]], **options: object) -> str:
         """Answer to a conversation.
 
@@ -296,6 +337,21 @@ class OpenAIClient:
         return choices[0]
 
     def _ask(self, path: str, body: Json | None = None) -> Json:
+        tried, tries = 0, 1 if body is None else self._tries
+        while True:
+            try:
+                return self._ask_once(path, body)
+            except _TryLater as later:
+                tried += 1
+                if tried >= tries:
+                    raise later.error from later
+                seconds = min(2.0 ** (tried - 1) if later.seconds is None else later.seconds, LONGEST_WAIT)
+                rank_zero_warn(f"{later}; asked again in {seconds:.0f} s")
+                time.sleep(seconds)
+
+    def _ask_once(self, path: str, body: Json | None) -> Json:
+        if path.startswith("/v1/"):
+            path = self._version + path.removeprefix("/v1")
         data = None if body is None else json.dumps(body).encode()
         request = Request(self.url + path, data, self._headers)
         try:
@@ -305,11 +361,14 @@ class OpenAIClient:
             reason = error.read(500).decode(errors="replace")
             if error.code in _LACKS:
                 raise Lacking(f"{error.code} {reason}") from error
-            raise ServerFailed(
-                f"{self.url}{path} answers {error.code}: {reason}{_ADVICE.get(error.code, '')}"
-            ) from error
+            message = f"{self.url}{path} answers {error.code}: {reason}{_ADVICE.get(error.code, '')}"
+            if error.code in _BUSY:
+                raise _TryLater(ServerFailed(message), error.headers.get("Retry-After")) from error
+            raise ServerFailed(message) from error
         except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
-            raise RecipeError(f"{self.url} does not answer ({error}); start the server, or give its --url") from error
+            silent = RecipeError(f"{self.url} does not answer ({error}); start the server, or give its --url")
+            is_there = isinstance(error, TimeoutError | ConnectionResetError | HTTPException)
+            raise _TryLater(silent) if is_there else silent from error
         except ValueError as error:
             raise Lacking(f"{path} answers no JSON") from error
         if not isinstance(body_of_answer, dict):
