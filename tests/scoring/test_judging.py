@@ -221,18 +221,25 @@ def test_a_judge_that_fails_costs_no_judgments() -> None:
     ]
 
 
-def test_a_judge_that_fails_costs_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(evaluation: command.Evaluation, *_: object) -> None:
-        evaluation.scores["fine-tuned"].append(Score("rows.json", "loss", 0.5))
+@pytest.mark.parametrize("fails", ["base", "judge"])
+def test_what_fails_costs_no_figures(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(evaluation: command.Evaluation, side: command.Side, *_: object) -> None:
+        if side == fails:
+            raise RecipeError("no memory")
+        evaluation.scores[side].append(Score("rows.json", "loss", 0.5))
 
-    def fail(*_: object) -> None:
+    def judge(*_: object) -> None:
         raise RecipeError("no verdict")
 
     monkeypatch.setattr(command, "_judge", lambda _: "a judge")
     monkeypatch.setattr(command.DataSets, "check", lambda _: None)
-    monkeypatch.setattr(command, "_sides", lambda _: [("fine-tuned", "model", None)])
+    monkeypatch.setattr(command, "_sides", lambda _: [("fine-tuned", "model", None), ("base", "model", None)])
     monkeypatch.setattr(command.Evaluation, "measure", measure)
-    monkeypatch.setattr(command.Evaluation, "judge", fail)
-    with pytest.raises(RecipeError, match="no verdict"):
+    monkeypatch.setattr(command.Evaluation, "judge", judge)
+    why = "no memory" if fails == "base" else "no verdict"
+    with pytest.raises(RecipeError, match=why):
         evaluate(["evaluate", "model", "--questions", "q", "--judge_url", "http://j", "--out", str(tmp_path)])
-    assert json.loads((tmp_path / "1" / "scores.json").read_text())["rows"][0][:2] == ["rows.json", "loss"]
+    written = json.loads((tmp_path / "1" / "scores.json").read_text())
+    assert written["rows"][0][:2] == ["rows.json", "loss"]
+    assert written["rows"][0][3] == 0.5
+    assert written["notes"] == [f"ended early, not all of it was measured: {why}"]

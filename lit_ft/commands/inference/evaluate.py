@@ -48,18 +48,21 @@ def run(arguments: list[str]) -> None:
     evaluation = Evaluation(tasks, how, DataSets(options))
     with results.new_folder(options.path, options.out) as folder:
         judge = _judge(options)
-        if options.url is None:
-            evaluation.data.check()
-            for side, path, opened in _sides(options):
-                evaluation.measure(side, path, opened, options)
-                del opened  # its weights may have to make room for those of the base
-                gc.collect()
-        else:
-            evaluation.ask(options)
         try:
+            if options.url is None:
+                evaluation.data.check()
+                for side, path, opened in _sides(options):
+                    evaluation.measure(side, path, opened, options)
+                    del opened  # its weights may have to make room for those of the base
+                    gc.collect()
+            else:
+                evaluation.ask(options)
             if judge is not None:
                 evaluation.judge(judge, Path(options.questions).name)
-        finally:  # a judge that fails costs no figures, answers or judgments from before
+        except BaseException as error:
+            evaluation.notes.append(f"ended early, not all of it was measured: {error or type(error).__name__}")
+            raise
+        finally:  # what fails costs no figures, answers or judgments from before
             rows = compared(evaluation.scores["fine-tuned"], evaluation.scores["base"])
             if rows or evaluation.judgments:
                 _show(rows, evaluation.notes)
