@@ -23,7 +23,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, RankFailureWatchdog, RunReport, ThroughputMonitor
 from lit_callbacks.export.atomic_folder import check_replaceable
 from lit_callbacks.internals.lightning_internals import attributes_of
-from lit_callbacks.output.quantities import as_count
 from lit_callbacks.protocols import tokenizer_of
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -461,17 +460,9 @@ class TrainingCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Answer questions, and write the answers to a new file: ``out``, or one in the run folder."""
-        attributes_of(self.trainer).callbacks.append(so_far := predictions.AnswersSoFar(self.answers_path))
+        # A callback, as ranks may be processes that end with trainer.predict (ddp_fork).
+        attributes_of(self.trainer).callbacks.append(predictions.AnswerFile(self.answers_path))
         self.trainer.predict(**{**kwargs, "return_predictions": False})
-        answers = predictions.gather(so_far.answers)
-        if self.answers_path is not None:
-            predictions.write(self.answers_path, answers)
-            said = ""
-            if isinstance(self.model, AnsweringModule):
-                cut = sum(isinstance(one, dict) and one.get("finish_reason") == "length" for one in answers)
-                said = f"; {cut:,} of them cut at max_new_tokens={self.model.max_new_tokens}" if cut else ""
-            rank_zero_info(f"{as_count(len(answers), 'answer')}: {self.answers_path}{said}")
-        so_far.remove()
 
 
 class RecipeCLI(TrainingCLI):

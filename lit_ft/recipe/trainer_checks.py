@@ -34,9 +34,9 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
 
 
 def check_strategy(strategy: object) -> None:
-    """Refuse a class that is given as a text, and Lightning's own DeepSpeed where there are no GPUs for it.
+    """Refuse a class that is given as a text, processes that take pickled objects, and Lightning's DeepSpeed on CPUs.
 
-    DeepSpeed's ranks would fail one by one.
+    Model and data of a recipe cannot be pickled, and DeepSpeed's ranks would fail one by one.
 
     Raises:
         RecipeError: the strategy is one of these.
@@ -52,6 +52,11 @@ def check_strategy(strategy: object) -> None:
         raise RecipeError(
             f"trainer.strategy={strategy} is read as a name of Lightning's, not as a class; "
             f"write --trainer.strategy.class_path {strategy}, in a recipe strategy: {{class_path: {strategy}}}"
+        )
+    if strategy.startswith("ddp_spawn"):
+        raise RecipeError(
+            f"trainer.strategy={strategy} pickles model and data for each process, which cannot be pickled; take ddp, or "
+            "ddp_fork in a notebook"
         )
     if strategy.startswith("deepspeed") and not torch.cuda.is_available():
         raise RecipeError(

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
+from lit_callbacks.output.quantities import as_count
 
 from lit_ft.errors import RecipeError
+from lit_ft.training.answering import AnsweringModule
 
 
 def free_path(folder: Path, out: str | None) -> Path:
@@ -65,27 +68,27 @@ def gather(answers: list[Any]) -> list[Any]:
     return [{key: value for key, value in by_row[row].items() if key != "row"} for row in sorted(by_row)]
 
 
-class AnswersSoFar(Callback):
-    """A rank's answers, and a file of them that grows with each batch, for a ``predict`` that does not reach its end.
+class AnswerFile(Callback):
+    """File of the answers of ``predict``, and until then one of each rank that grows with its batches.
 
-    Lines of the file have the number of the row: ranks take rows in turn.
+    What a stopped run has answered stays in these; their lines have the number of the row, as ranks take rows in turn.
     """
 
-    def __init__(self, whole: Path | None) -> None:
-        """Set where the files are.
+    def __init__(self, path: Path | None) -> None:
+        """Set the file.
 
         Args:
-            whole: file that all answers will be written to; theirs are beside it. Rank 0's counts.
+            path: new file for the answers of all ranks; rank 0's counts.
         """
-        self._whole = whole
-        self._path: Path | None = None
-        self.answers: list[Any] = []
+        self._path = path
+        self._partial: Path | None = None
+        self._answers: list[Any] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create this rank's file."""
-        whole: Any = trainer.strategy.broadcast(self._whole)
-        self._path = _partial_path(whole, trainer.global_rank)
-        self._try_write(lambda path: path.touch(exist_ok=False))
+        path: Any = trainer.strategy.broadcast(self._path)
+        self._path, self._partial, self._answers = path, _partial_path(path, trainer.global_rank), []
+        self._try_write(lambda partial: partial.touch(exist_ok=False))
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: object, **__: object
@@ -93,30 +96,41 @@ class AnswersSoFar(Callback):
         """Add what ``predict_step`` returned for a batch: a list of answers, one answer, or None."""
         answers = list(outputs) if isinstance(outputs, (list, tuple)) else [] if outputs is None else [outputs]
         lines = _lines(answers)
-        self._try_write(lambda path: _append(path, lines))
-        self.answers += answers
+        self._try_write(lambda partial: _append(partial, lines))
+        self._answers += answers
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the answers of all ranks on rank 0, in the order of the rows."""
+        answers = gather(self._answers)
+        if self._path is not None and trainer.is_global_zero:
+            write(self._path, answers)
+            said = ""
+            if isinstance(pl_module, AnsweringModule):
+                cut = sum(isinstance(one, dict) and one.get("finish_reason") == "length" for one in answers)
+                said = f"; {cut:,} of them cut at max_new_tokens={pl_module.max_new_tokens}" if cut else ""
+            rank_zero_info(f"{as_count(len(answers), 'answer')}: {self._path}{said}")
+        self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Name the file of a run that ends early."""
-        if not self.answers:
-            self.remove()
-        elif self._path is not None:
-            print(f"answers until then: {len(self.answers):,} in {self._path}", file=sys.stderr)
+        if not self._answers:
+            self._remove()
+        elif self._partial is not None:
+            print(f"answers until then: {len(self._answers):,} in {self._partial}", file=sys.stderr)
 
-    def remove(self) -> None:
-        """Remove the file: the answers are in that of all ranks, or there are none."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+    def _remove(self) -> None:
+        if self._partial is not None:
+            self._partial.unlink(missing_ok=True)
 
-    def _try_write(self, write: Callable[[Path], object]) -> None:
-        if self._path is None:
+    def _try_write(self, write_to: Callable[[Path], object]) -> None:
+        if self._partial is None:
             return
         try:
-            write(self._path)
+            write_to(self._partial)
         except OSError as error:
-            problem = f"{self._path} cannot be written ({error.strerror}): answers are in memory until the end"
+            problem = f"{self._partial} cannot be written ({error.strerror}): answers are in memory until the end"
             warnings.warn(problem, stacklevel=2)
-            self._path = None
+            self._partial = None
 
 
 def _partial_path(whole: Path, rank: int | str) -> Path:

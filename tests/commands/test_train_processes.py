@@ -58,13 +58,14 @@ def test_two_ranks_answer_each_row_once_in_order(tmp_path: Path, model_folder: s
     rows = [{"id": f"q{i}", **row} for i, row in enumerate(make_rows(7))]
     arguments = ["predict", *recipe(tmp_path, model_folder, None)[1:], "--data.test_path", write_rows(rows)]
     arguments += ["--max_new_tokens", "4"]
-    two = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
-    for name, options in (("one", []), ("two", two)):
+    two = ["--trainer.devices", "2", "--trainer.strategy"]
+    for name, options in (("one", []), ("two", [*two, "ddp"]), ("forked", [*two, "ddp_fork"])):
         done = lit_ft(*arguments, "--run_dir", str(tmp_path / name), *options)
         assert done.returncode == 0, done.stderr
     answers = (tmp_path / "two" / "predictions.jsonl").read_text(encoding="utf-8")
     assert [json.loads(line)["id"] for line in answers.splitlines()] == [row["id"] for row in rows]
-    assert answers == (tmp_path / "one" / "predictions.jsonl").read_text(encoding="utf-8")
+    for other in ("one", "forked"):
+        assert answers == (tmp_path / other / "predictions.jsonl").read_text(encoding="utf-8")
     assert [path.name for path in (tmp_path / "two").glob("predictions*")] == ["predictions.jsonl"]
 
 

@@ -73,6 +73,10 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {strategy: deepspeed_stage_2, devices: 2}",
         "for CUDA GPUs alone, and there is none; take lit_ft.strategies.DeepSpeedStrategy: --config recipes",
     ),
+    "processes that take pickled objects": (
+        "trainer: {strategy: ddp_spawn, devices: 2}",
+        "trainer.strategy=ddp_spawn pickles model and data for each process, which cannot be pickled; take ddp",
+    ),
     "a strategy's class as a text": (
         "trainer: {strategy: lit_ft.strategies.FSDPStrategy}",
         "write --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe strategy: {class_path: ",

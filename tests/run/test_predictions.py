@@ -68,9 +68,13 @@ class Answers(LightningModule):
         return batch
 
 
-def predict(so_far: predictions.AnswersSoFar, *loaders: Any) -> None:
+def predict(path: Path, *loaders: Any) -> None:
     trainer = Trainer(
-        accelerator="cpu", callbacks=[so_far], logger=False, enable_progress_bar=False, enable_checkpointing=False
+        accelerator="cpu",
+        callbacks=[predictions.AnswerFile(path)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
     )
     trainer.predict(Answers(), [DataLoader(batches, batch_size=None, collate_fn=_as_it_is) for batches in loaders])
 
@@ -78,7 +82,7 @@ def predict(so_far: predictions.AnswersSoFar, *loaders: Any) -> None:
 def test_answers_of_a_run_that_fails_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = predictions.free_path(tmp_path, None)
     with pytest.raises(RuntimeError, match="out of memory"):
-        predict(predictions.AnswersSoFar(path), [[{"row": 3}, {"row": 1}], [{"row": 2}], RuntimeError("out of memory")])
+        predict(path, [[{"row": 3}, {"row": 1}], [{"row": 2}], RuntimeError("out of memory")])
     kept = tmp_path / "predictions.jsonl.rank0.partial"
     assert [json.loads(line)["row"] for line in kept.read_text().splitlines()] == [3, 1, 2]
     assert f"answers until then: 3 in {kept}" in capsys.readouterr().err
@@ -87,24 +91,23 @@ def test_answers_of_a_run_that_fails_are_kept(tmp_path: Path, capsys: pytest.Cap
         predictions.free_path(tmp_path, str(path))
 
 
-def test_answers_so_far_of_a_run_that_ends(tmp_path: Path) -> None:
-    so_far = predictions.AnswersSoFar(tmp_path / "predictions.jsonl")
-    predict(so_far, [["a", "b"], None, "one"], [{"answer": "c"}])
-    assert so_far.answers == ["a", "b", "one", {"answer": "c"}]
-    (partial,) = tmp_path.iterdir()
-    assert [json.loads(line) for line in partial.read_text().splitlines()] == so_far.answers
-    so_far.remove()
-    assert not [*tmp_path.iterdir()]
+def test_answers_of_a_run_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.jsonl"
+    predict(path, [["a", "b"], None, "one"], [{"answer": "c"}])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == ["a", "b", "one", {"answer": "c"}]
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_answers_that_json_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Tensor is not JSON serializable: answers are written as JSON; let predict"):
-        predict(predictions.AnswersSoFar(tmp_path / "predictions.jsonl"), [torch.ones(2)])
+        predict(tmp_path / "predictions.jsonl", [torch.ones(2)])
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
-    so_far = predictions.AnswersSoFar(tmp_path / "missing" / "predictions.jsonl")
+    path = tmp_path / "predictions.jsonl"
+    (tmp_path / "predictions.jsonl.rank0.partial").write_text("of another process")
     with pytest.warns(UserWarning, match="cannot be written .*: answers are in memory until the end"):
-        predict(so_far, [["a"]])
-    assert so_far.answers == ["a"]
+        predict(path, [["a"]])
+    assert path.read_text() == '"a"\n'
+    assert len([*tmp_path.iterdir()]) == 2
