@@ -55,8 +55,8 @@ def check_strategy(strategy: object) -> None:
         )
     if strategy.startswith("ddp_spawn"):
         raise RecipeError(
-            f"trainer.strategy={strategy} pickles model and data for each process, which cannot be pickled; take ddp, or "
-            "ddp_fork in a notebook"
+            f"trainer.strategy={strategy} pickles model and data for each process, which cannot be pickled; take ddp, "
+            "or ddp_fork in a notebook"
         )
     if strategy.startswith("deepspeed") and not torch.cuda.is_available():
         raise RecipeError(
