@@ -423,6 +423,12 @@ class TrainingCLI(LightningCLI):
             self._check_positions("data.max_length", self.datamodule.requested_length)
             self.datamodule.load(tokenizer_of(self.model), stage)
             self._check_positions("the longest sample", self.datamodule.splits.longest_sample)
+            if stage == "predict" and isinstance(self.model, CausalLM):
+                base, longest = self.model.spec.base, self.model.max_new_tokens
+                name = f"model.pretrained={base.pretrained!r}"
+                predictions.check_prompts(
+                    self.datamodule.questions or [], tokenizer_of(self.model), base.config, longest, name
+                )
             if stage == "fit" and self.options.ckpt_path is not None:
                 self.datamodule.resume_data = self.options.resume_data
                 data_state = saved_value(self.options.ckpt_path, type(self.datamodule).__qualname__)

@@ -5,7 +5,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.output.quantities import as_count
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.config.positions import check_positions, positions_in
+from lit_ft.protocols import Question
 from lit_ft.training.answering import AnsweringModule
 
 
@@ -43,6 +46,37 @@ def free_path(folder: Path, out: str | None) -> Path:
     except OSError as error:
         raise RecipeError(f"out={out!r} cannot be written ({error.strerror}); name another file") from error
     return path
+
+
+def check_prompts(
+    questions: Sequence[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+    max_new_tokens: int,
+    name: str,
+) -> None:
+    """Refuse prompts beyond a model's positions, and count those that leave too few of them for an answer.
+
+    Args:
+        config: config of the model.
+        max_new_tokens: longest answer, in tokens.
+        name: the model, for messages.
+
+    Raises:
+        RecipeError: a prompt has more tokens than the model has positions.
+    """
+    limit = positions_in(config)
+    if limit is None or not questions:
+        return
+    prompts = [question["prompt"] for question in questions]
+    lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]]
+    longest = lengths.index(max(lengths))
+    check_positions(config, lengths[longest], f"the prompt of {questions[longest]['id']}", name, "leave the row out")
+    if late := sum(length + max_new_tokens > limit for length in lengths):
+        rank_zero_info(
+            f"{late:,} of {as_count(len(lengths), 'prompt')} leave less than max_new_tokens={max_new_tokens} of the "
+            f"{limit:,} positions of {name}"
+        )
 
 
 def _taken(path: Path) -> Path | None:

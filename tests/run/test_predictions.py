@@ -11,8 +11,10 @@ import torch.distributed as dist
 from lightning import LightningModule, Trainer
 from ranks import on_ranks
 from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoTokenizer
 
 from lit_ft import RecipeError
+from lit_ft.protocols import Question
 from lit_ft.run import predictions
 
 
@@ -111,3 +113,20 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
         predict(path, [["a"]])
     assert path.read_text() == '"a"\n'
     assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_prompts_beyond_the_positions_of_a_model(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer, config = AutoTokenizer.from_pretrained(model_folder), AutoConfig.for_model("qwen2")
+    config.max_position_embeddings = 40
+    lengths = {"short": 3, "long": 30, "longer": 41}
+    questions = [Question(row=0, id=id, question="", prompt="a" * n, expected=None) for id, n in lengths.items()]
+    tokens = [len(tokenizer(question["prompt"])["input_ids"]) for question in questions]
+    assert tokens == [*lengths.values()], "a token a letter"
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        predictions.check_prompts(questions[:2], tokenizer, config, 10, "it")
+        predictions.check_prompts(questions[:2], tokenizer, config, 11, "it")
+    assert caplog.messages == ["1 of 2 prompts leave less than max_new_tokens=11 of the 40 positions of it"]
+    with pytest.raises(
+        RecipeError, match=r"the prompt of longer of 41 tokens is beyond the 40 positions of it; .*, or l"
+    ):
+        predictions.check_prompts(questions, tokenizer, config, 1, "it")

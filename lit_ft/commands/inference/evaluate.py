@@ -26,6 +26,7 @@ from lit_ft.model.generation import GeneratedAnswer
 from lit_ft.protocols import Question
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
+from lit_ft.run.predictions import check_prompts
 from lit_ft.run.state import finished_step
 from lit_ft.scoring import harness, harness_tasks, held_out, judging, results
 from lit_ft.scoring.scores import COLUMNS, Cell, Score, compared
@@ -236,6 +237,7 @@ class Evaluation:
                     f"{Path(options.data.path).name}: no row is a conversation, so there is no exact match"
                 )
         if (questions := self.data.questions(path, opened.tokenizer)) is not None:
+            check_prompts(questions, opened.tokenizer, opened.base.config, options.max_new_tokens, opened.name)
             replies = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
             self.replies[side] = replies
             self._note_cut(side, options, options.questions, [reply.finish_reason for reply in replies])

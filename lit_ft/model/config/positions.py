@@ -30,7 +30,22 @@ def positions_of(stated: int, rope: Mapping[str, object]) -> int:
     return stated
 
 
-def check_positions(config: PretrainedConfig, length: int | None, what: str, name: str) -> None:
+def positions_in(config: PretrainedConfig) -> int | None:
+    """Number of positions of a model by its config; None where it has no such limit."""
+    stated, rope = _stated(config)
+    return positions_of(stated, rope) if isinstance(stated, int) else None
+
+
+def _stated(config: PretrainedConfig) -> tuple[object, Mapping[str, object]]:
+    """``max_position_embeddings``, under whatever name, and ``rope_parameters``."""
+    text = config.get_text_config()
+    values, name_there = text.to_dict(), text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    return values.get(name_there), values.get("rope_parameters") or {}
+
+
+def check_positions(
+    config: PretrainedConfig, length: int | None, what: str, name: str, otherwise: str | None = None
+) -> None:
     """Refuse samples that are longer than the model has positions.
 
     Args:
@@ -38,18 +53,17 @@ def check_positions(config: PretrainedConfig, length: int | None, what: str, nam
         length: tokens of the longest sample; None if it is not known.
         what: where that length comes from, for the message.
         name: the model in the recipe, for the message.
+        otherwise: what to do without more positions; None is ``data.max_length``.
 
     Raises:
         RecipeError: there are too few positions; the message has the option that scales them filled in.
     """
-    text = config.get_text_config()
-    values, name_there = text.to_dict(), text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    stated, rope = values.get(name_there), values.get("rope_parameters") or {}
+    stated, rope = _stated(config)
     if length is None or not isinstance(stated, int) or length <= (limit := positions_of(stated, rope)):
         return
-    fix = f"set data.max_length={limit}"
+    fix = otherwise or f"set data.max_length={limit}"
     if option := _scaling(stated, rope, length):
-        option = option if text is config else f"{{text_config: {option}}}"
+        option = option if config.get_text_config() is config else f"{{text_config: {option}}}"
         fix = f"scale them with --model.config_overrides '{option}', or {fix}"
     raise RecipeError(f"{what} of {length:,} tokens is beyond the {limit:,} positions of {name}; {fix}")
 
