@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.protocols import tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +29,7 @@ from lit_ft.data.tokens.preparation import OnBadRow, Preparation
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import validation_interval
+from lit_ft.model.generation import prompt_size
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import Checkpoint, LoaderState, Question
 
@@ -423,13 +425,15 @@ class TextDataModule(LightningDataModule):
         return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> UserList[list[Question]]:
-        """This rank's questions, ``micro_batch_size`` per batch.
+        """This rank's questions, ``micro_batch_size`` of about the same length per batch, the longest first.
 
         Every rank has the same number of batches, some of them empty: sharded weights need all ranks in each batch.
         """
         assert self.questions is not None, "they are read by setup"
         replicas, rank = process.data_parallel(self.trainer)
         share, size = self.questions[rank::replicas], self.micro_batch_size
+        if self.trainer is None or attributes_of(self.trainer).limit_predict_batches == 1.0:  # else of the first rows
+            share.sort(key=lambda question: prompt_size(question["prompt"]), reverse=True)
         starts = range(0, -(-len(self.questions) // replicas), size)
         # No list, which Lightning reads as several loaders, and no DataLoader, which it shards once more.
         return UserList(share[start : start + size] for start in starts)

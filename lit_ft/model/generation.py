@@ -217,6 +217,14 @@ def _around(tokenizer: PreTrainedTokenizerBase, turn: Message, text: str) -> tup
     return before.removeprefix(prompt) if before.startswith(prompt) else "", closing
 
 
+def prompt_size(prompt: str) -> int:
+    """Bytes of a prompt, by which prompts of about one length are answered together: few of their tokens are padding.
+
+    A token has about as many bytes in each language.
+    """
+    return len(prompt.encode())
+
+
 class GeneratedAnswer(NamedTuple):
     """Answer to a prompt."""
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.output.quantities import as_count
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError
-from lit_ft.model.config.positions import check_positions, positions_in
+from lit_ft.model.config.positions import check_positions, has_rotary_positions, positions_in
 from lit_ft.protocols import Question
 from lit_ft.training.answering import AnsweringModule
 
@@ -55,7 +55,7 @@ def check_prompts(
     max_new_tokens: int,
     name: str,
 ) -> None:
-    """Refuse prompts beyond a model's positions, and count those that leave too few of them for an answer.
+    """Count prompts that leave too few of a model's positions for an answer, or none; refuse these if it has no others.
 
     Args:
         config: config of the model.
@@ -63,7 +63,7 @@ def check_prompts(
         name: the model, for messages.
 
     Raises:
-        RecipeError: a prompt has more tokens than the model has positions.
+        RecipeError: a prompt has more tokens than the model has positions, and they are learned.
     """
     limit = positions_in(config)
     if limit is None or not questions:
@@ -71,8 +71,16 @@ def check_prompts(
     prompts = [question["prompt"] for question in questions]
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]]
     longest = lengths.index(max(lengths))
-    check_positions(config, lengths[longest], f"the prompt of {questions[longest]['id']}", name, "leave the row out")
-    if late := sum(length + max_new_tokens > limit for length in lengths):
+    try:
+        check_positions(
+            config, lengths[longest], f"the prompt of {questions[longest]['id']}", name, "leave the row out"
+        )
+    except RecipeError as error:
+        if not has_rotary_positions(config):
+            raise
+        beyond = sum(length > limit for length in lengths)
+        rank_zero_warn(f"{beyond:,} of {as_count(len(lengths), 'prompt')} too long: {error}")
+    if late := sum(length <= limit < length + max_new_tokens for length in lengths):
         rank_zero_info(
             f"{late:,} of {as_count(len(lengths), 'prompt')} leave less than max_new_tokens={max_new_tokens} of the "
             f"{limit:,} positions of {name}"

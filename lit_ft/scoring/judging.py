@@ -16,7 +16,7 @@ from typing import Literal
 from lit_ft.errors import RecipeError
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.model.generation import GeneratedAnswer, generate_answers
+from lit_ft.model.generation import GeneratedAnswer, generate_answers, prompt_size
 from lit_ft.protocols import Question
 from lit_ft.scoring.scores import Score
 
@@ -137,11 +137,15 @@ def answers_of(
     opened: OpenedModel, questions: Sequence[Question], max_new_tokens: int, batch_size: int
 ) -> list[GeneratedAnswer]:
     """Greedy answers to questions."""
-    answers: list[GeneratedAnswer] = []
-    for start in range(0, len(questions), batch_size):
-        prompts = [question["prompt"] for question in questions[start : start + batch_size]]
-        answers += generate_answers(opened.model, opened.base, opened.tokenizer, prompts, max_new_tokens)
-    return answers
+    prompts = [question["prompt"] for question in questions]
+    by_size = sorted(range(len(prompts)), key=lambda row: prompt_size(prompts[row]), reverse=True)
+    answers: dict[int, GeneratedAnswer] = {}
+    for start in range(0, len(prompts), batch_size):
+        rows = by_size[start : start + batch_size]
+        batch = [prompts[row] for row in rows]
+        replies = generate_answers(opened.model, opened.base, opened.tokenizer, batch, max_new_tokens)
+        answers |= dict(zip(rows, replies, strict=True))
+    return [answers[row] for row in range(len(prompts))]
 
 
 def win_rates(name: str, judgments: Sequence[Judgment]) -> tuple[list[Score], list[Score], str]:

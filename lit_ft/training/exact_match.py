@@ -13,7 +13,7 @@ from lit_callbacks.report.scored_answers import ScoredAnswer, write_answers
 from lit_ft import process
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
-from lit_ft.model.generation import GeneratedAnswer
+from lit_ft.model.generation import GeneratedAnswer, prompt_size
 from lit_ft.run import predictions
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
@@ -38,11 +38,12 @@ def answer_rows(
         rounds: number of rows of the rank that has the most: each rank needs as many batches.
     """
     scored: dict[int, ScoredAnswer] = {}
+    by_size = sorted(rows, key=lambda row: prompt_size(prompts[row]["prompt"]), reverse=True)
     for start in range(0, rounds, batch_size):
-        batch = rows[start : start + batch_size]
+        batch = by_size[start : start + batch_size]
         answers = module.ended_answers([prompts[row]["prompt"] for row in batch], max_new_tokens)
         scored |= {row: _scored(prompts[row], answer) for row, answer in zip(batch, answers, strict=True)}
-    return scored
+    return {row: scored[row] for row in rows}
 
 
 class ExactMatch(Callback):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lightning import Trainer
 from shared_fixtures import make_rows, make_tokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -306,3 +307,13 @@ def test_columns_that_no_format_has_are_refused(write_rows: Any) -> None:
             RecipeError, match="columns maps 'sytem', which is no column of the format alpaca; its columns"
         ):
             TextDataModule(path, columns=columns, format=form).load(make_tokenizer())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(None, [[1, 3], [2, 0]]), (2, [[0, 1], [2, 3]])])
+def test_questions_of_about_one_length_are_asked_together_unless_the_first_ones_are_wanted(
+    write_rows: Any, limit: int | None, asked: list[list[int]]
+) -> None:
+    data = TextDataModule(test_path=write_rows([{"instruction": "a" * n} for n in (1, 40, 3, 20)]), micro_batch_size=2)
+    data.load(make_tokenizer(), "predict")
+    data.trainer = Trainer(limit_predict_batches=limit, logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert [[question["row"] for question in batch] for batch in data.predict_dataloader()] == asked

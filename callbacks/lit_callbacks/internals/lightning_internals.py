@@ -19,6 +19,7 @@ class TrainerAttributes(Protocol):
 
     callbacks: list[Callback]
     datamodule: LightningDataModule | None
+    limit_predict_batches: int | float
     log_every_n_steps: int
     profiler: Profiler
 

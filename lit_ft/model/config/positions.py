@@ -36,6 +36,11 @@ def positions_in(config: PretrainedConfig) -> int | None:
     return positions_of(stated, rope) if isinstance(stated, int) else None
 
 
+def has_rotary_positions(config: PretrainedConfig) -> bool:
+    """Whether a model computes its positions, and so has some beyond those that it was trained for."""
+    return bool(_stated(config)[1])
+
+
 def _stated(config: PretrainedConfig) -> tuple[object, Mapping[str, object]]:
     """``max_position_embeddings``, under whatever name, and ``rope_parameters``."""
     text = config.get_text_config()
