@@ -68,8 +68,10 @@ def check_prompts(
     limit = positions_in(config)
     if limit is None or not questions:
         return
-    prompts = [question["prompt"] for question in questions]
-    lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]]
+    lengths: list[int] = []
+    for start in range(0, len(questions), 1000):  # not the tokens of all prompts at once
+        prompts = [question["prompt"] for question in questions[start : start + 1000]]
+        lengths += map(len, tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"])
     longest = lengths.index(max(lengths))
     try:
         check_positions(
