@@ -55,7 +55,7 @@ def check_prompts(
     max_new_tokens: int,
     name: str,
 ) -> None:
-    """Count prompts that leave too few of a model's positions for an answer, or none; refuse these if it has no others.
+    """Count prompts beyond the positions of a model, and those that leave too few of them for an answer.
 
     Args:
         config: config of the model.
