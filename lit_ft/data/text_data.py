@@ -432,7 +432,8 @@ class TextDataModule(LightningDataModule):
         assert self.questions is not None, "they are read by setup"
         replicas, rank = process.data_parallel(self.trainer)
         share, size = self.questions[rank::replicas], self.micro_batch_size
-        if self.trainer is None or attributes_of(self.trainer).limit_predict_batches == 1.0:  # else of the first rows
+        limit = 1.0 if self.trainer is None else attributes_of(self.trainer).limit_predict_batches
+        if isinstance(limit, float) and limit == 1.0:  # all batches: a limit, such as 1, is for the first rows
             share.sort(key=lambda question: prompt_size(question["prompt"]), reverse=True)
         starts = range(0, -(-len(self.questions) // replicas), size)
         # No list, which Lightning reads as several loaders, and no DataLoader, which it shards once more.
