@@ -221,6 +221,7 @@ def test_predict_answers_questions_and_overwrites_nothing(
         (["--temperature", "1", "--top_k", "0"], "top_k=0 must be 1 token or more"),
         (["--seed", "5"], "seed=5 has no effect at temperature=0"),
         (["--out", "/proc/answers.jsonl"], "cannot be written"),
+        (["--trainer.limit_predict_batches", "0"], "trainer.limit_predict_batches=0 answers nothing; leave it out"),
         ([], "there are no rows to answer; name them with --data.test_path FILE"),
     ],
 )
