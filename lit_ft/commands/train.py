@@ -364,7 +364,7 @@ class TrainingCLI(LightningCLI):
         """Check model, data and the path of the answers before weights are loaded."""
         self._take_sampling()
         if attributes_of(self.trainer).limit_predict_batches == 0:
-            raise RecipeError("trainer.limit_predict_batches=0 answers nothing; leave it out, or give a number of batches")
+            raise RecipeError("trainer.limit_predict_batches=0 answers nothing; leave it out, or give a number")
         self._check("predict")
         if self.options.ckpt_path is None:
             rank_zero_info("ckpt_path is not set: the model answers as it is before training")
