@@ -221,7 +221,7 @@ def test_predict_answers_questions_and_overwrites_nothing(
         (["--temperature", "1", "--top_k", "0"], "top_k=0 must be 1 token or more"),
         (["--seed", "5"], "seed=5 has no effect at temperature=0"),
         (["--out", "/proc/answers.jsonl"], "cannot be written"),
-        (["--trainer.limit_predict_batches", "0"], "trainer.limit_predict_batches=0 answers nothing; leave it out"),
+        (["--trainer.limit_predict_batches", "0"], "limit_predict_batches=0 leaves nothing to predict; give more, or"),
         ([], "there are no rows to answer; name them with --data.test_path FILE"),
     ],
 )
@@ -231,6 +231,14 @@ def test_predict_refuses(
     arguments = ["predict", *recipe(tmp_path, model_folder, None)[1:], "--run_dir", str(tmp_path / "run")]
     arguments += ["--data.test_path", write_rows([{"instruction": "a lamp"}])] if option else []
     assert message in run(capsys, *arguments, *option, code=2)
+
+
+@pytest.mark.parametrize(("command", "option"), [("validate", "limit_val_batches"), ("test", "limit_test_batches")])
+def test_nothing_to_measure_is_refused(
+    capsys: Any, tmp_path: Path, model_folder: str, command: str, option: str
+) -> None:
+    arguments = [command, *recipe(tmp_path, model_folder, None)[1:], "--run_dir", str(tmp_path / "run")]
+    assert f"trainer.{option}=0 leaves nothing to {command}" in run(capsys, *arguments, f"--trainer.{option}=0", code=2)
 
 
 def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from lit_ft.process import choose_threads_of_ranks, describe_threads, resume_thr
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
 from lit_ft.recipe.callback_checks import FirstValidationCheck, check_callbacks, check_schedule
-from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
+from lit_ft.recipe.checks import allow_one_loader, check_something_runs, check_values
 from lit_ft.recipe.files import check_files, expand_home, read_pipes
 from lit_ft.recipe.option_parser import in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
@@ -209,8 +209,7 @@ class TrainingCLI(LightningCLI):
             raise RecipeError(f"a value of the recipe names a file that cannot be read ({error})") from error
         check_values(self.config[self.config.subcommand])
         expand_home(self.config[self.config.subcommand])
-        if self.config.subcommand == "fit":
-            check_something_trains(self.config.fit.trainer)
+        check_something_runs(subcommand, self.config[subcommand].trainer)
 
     @property
     def options(self) -> Namespace:
@@ -363,8 +362,6 @@ class TrainingCLI(LightningCLI):
     def before_predict(self) -> None:
         """Check model, data and the path of the answers before weights are loaded."""
         self._take_sampling()
-        if attributes_of(self.trainer).limit_predict_batches == 0:
-            raise RecipeError("trainer.limit_predict_batches=0 answers nothing; leave it out, or give a number")
         self._check("predict")
         if self.options.ckpt_path is None:
             rank_zero_info("ckpt_path is not set: the model answers as it is before training")

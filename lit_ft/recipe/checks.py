@@ -92,12 +92,23 @@ def _check_repeated(callbacks: object) -> None:
         )
 
 
-def check_something_trains(trainer: Namespace) -> None:
-    """Refuse options of ``fit`` that train nothing.
+_LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
+
+
+def check_something_runs(command: str, trainer: Namespace) -> None:
+    """Refuse options of the trainer with which a command does nothing.
+
+    Args:
+        command: fit, validate, test or predict.
+        trainer: options of the trainer.
 
     Raises:
-        RecipeError: the run would have no step.
+        RecipeError: the run would have no step, or no batch.
     """
+    if command != "fit":
+        if (value := trainer.get(name := _LIMITS[command])) == 0:
+            raise RecipeError(f"trainer.{name}={value} leaves nothing to {command}; give more, or leave it out")
+        return
     for name in ("max_steps", "max_epochs", "limit_train_batches"):
         if (value := trainer.get(name)) == 0:
             raise RecipeError(f"trainer.{name}={value} would train nothing; give more, or use the command validate")
