@@ -75,6 +75,11 @@ class TrainingSpec:
             raise RecipeError(
                 "model.router_aux_loss looks into layers, which model.compile fuses; leave one of them out"
             )
+        if self.router_aux_loss is not None and peft is not None and peft.is_prompt_learning:
+            raise RecipeError(
+                f"model.router_aux_loss={self.router_aux_loss} with {type(peft).__name__}, whose virtual tokens are "
+                "routed too, and are in no sample; leave it out"
+            )
         if peft is not None:
             lora_init.check_init(peft, is_quantized=self.base.quantization is not None)
 

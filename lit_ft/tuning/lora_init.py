@@ -8,6 +8,7 @@ validation and an export start from the same base weights without running the in
 import copy
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +113,33 @@ def check_init(peft: PeftConfig, is_quantized: bool) -> None:
         raise RecipeError(
             f"model.peft: loftq_iter={passes} would quantize the base anew in each pass, so that the adapter fitted no "
             "base that can be had elsewhere; set it to 1"
+        )
+
+
+def check_layers(model: nn.Module, peft: PeftConfig) -> None:
+    """Refuse layers from which an init cannot subtract its initial adapter so that the adapter fits the base elsewhere.
+
+    Args:
+        model: model, or its skeleton, with the adapter.
+        peft: config of the adapter.
+
+    Raises:
+        RecipeError: a layer is no linear one, or another module has its weight too, which would change with it.
+    """
+    if not init_of(peft).startswith(FROM_THE_BASE):
+        return
+    owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        layer = module.get_base_layer()
+        if isinstance(layer, nn.Linear) and owners[id(layer.weight)] == 1:
+            continue
+        why = "shares its weight with another module" if isinstance(layer, nn.Linear) else "is no linear layer"
+        raise RecipeError(
+            f"model.peft: init_lora_weights={init_of(peft)!r} subtracts its first product from the base, and "
+            f"{name.removeprefix('base_model.model.')} ({type(layer).__name__}) {why}; leave it out of target_modules, "
+            "or take the default init"
         )
 
 
@@ -286,6 +314,8 @@ def _loftq(model: PeftModel, original: nn.Module) -> None:
         if isinstance(module, LoraLayer):
             weight = original.get_submodule(name).weight.float()
             residual = weight - dequantize_module_weight(module.get_base_layer()).to(weight)
+            if not residual.any():  # not quantized: factors of zero would never train
+                continue
             up, values, down = torch.linalg.svd(residual, full_matrices=False)
             rank, root = module.r["default"], values.sqrt()
             module.lora_A["default"].weight.copy_(root[:rank, None] * down[:rank])

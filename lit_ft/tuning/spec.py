@@ -66,7 +66,10 @@ class TuningSpec:
         """
         if self.peft is not None:
             wrapping.give_values(skeleton, self.peft)
-        return self._wrap(skeleton, added_ids, self._without_init(start))
+        wrapped = self._wrap(skeleton, added_ids, self._without_init(start))
+        if self.peft is not None:
+            lora_init.check_layers(wrapped, self.peft)
+        return wrapped
 
     def adapt(
         self,

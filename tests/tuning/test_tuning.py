@@ -1,5 +1,6 @@
 """Every tuning method of PEFT: trains as PEFT itself computes it, saves, reloads in plain PEFT, merges."""
 
+import copy
 import json
 import os
 from collections import Counter
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from shared_fixtures import make_rows, make_tokenizer, silent_trainer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from tuning_methods import CAUSAL, LAYERS, METHODS, ON_QUANTIZED_ONLY, works
 from turns import EVERY_CASE
 
@@ -388,6 +389,40 @@ def test_inits_that_would_not_train_right_are_refused(
     config = peft.LoraConfig(r=4, **LAYERS, **CAUSAL, **options)
     with pytest.raises(RecipeError, match=match):
         make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=config), TextDataModule(write_rows(count=4)))
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize(
+    ("architecture", "target", "why"),
+    [
+        ("tied qwen2", "lm_head", r"lm_head \(Linear\) shares its weight with another module"),
+        ("tied qwen2", "embed_tokens", r"model\.embed_tokens \(Embedding\) is no linear layer"),
+        ("gpt2", "attn.c_proj", r"transformer\.h\.0\.attn\.c_proj \(Conv1D\) is no linear layer"),
+    ],
+)
+def test_an_init_whose_product_cannot_be_taken_from_one_linear_layer_is_refused(
+    tmp_path: Path, init: Any, architecture: str, target: str, why: str
+) -> None:
+    folder = "checkpoints/tiny-qwen2"
+    if architecture == "gpt2":
+        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+        GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1)).save_pretrained(folder := str(tmp_path))
+    config = peft.LoraConfig(r=4, init_lora_weights=init, target_modules=[target], **CAUSAL)
+    with pytest.raises(RecipeError, match=f"init_lora_weights='{init}' subtracts its first product .*{why}; leave it"):
+        CausalLM(folder, peft=config).check()
+    config.init_lora_weights = True
+    CausalLM(folder, peft=config).check()
+
+
+def test_loftq_leaves_layers_that_are_not_quantized_with_an_adapter_that_trains(model_folder: str) -> None:
+    config = copy.copy(ON_QUANTIZED_ONLY["LoftQ"])
+    config.target_modules = ["q_proj", "embed_tokens", "lm_head"]
+    module = CausalLM(model_folder, peft=config, quantization=NF4)
+    module.configure_model()
+    factors = {name: bool(weight.any()) for name, weight in module.trainable_parameters().items()}
+    assert all(is_set for name, is_set in factors.items() if "q_proj" in name)
+    for layer in ("lm_head", "embed_tokens"):
+        assert sorted(is_set for name, is_set in factors.items() if layer in name) == [False, True], layer
 
 
 def test_adalora_lowers_ranks_and_adds_its_term_once_a_step(

@@ -10,6 +10,7 @@ import torch
 from architectures import save_model
 from lightning.pytorch import Callback
 from lit_callbacks.distributed.gather import full_weights
+from peft import PromptTuningConfig
 from ranks import on_ranks
 from transformers import AutoModelForCausalLM
 
@@ -124,6 +125,8 @@ def test_what_is_refused(model_folder: str, tmp_path: Path, make_trainer: Any) -
         CausalLM(model_folder, router_aux_loss=0.1).check()
     with pytest.raises(RecipeError, match=r"model\.compile fuses"):
         CausalLM(model_folder, router_aux_loss=0.1, compile=True)
+    with pytest.raises(RecipeError, match=r"model\.router_aux_loss=0\.1 with PromptTuningConfig, whose virtual tokens"):
+        CausalLM(model_folder, peft=PromptTuningConfig(num_virtual_tokens=2), router_aux_loss=0.1)
     module = CausalLM(save_model("mixtral", tmp_path), router_aux_loss="config")
     trainer = make_trainer(devices=2, strategy=ModelParallelStrategy(pipeline_parallel_size=2))
     with pytest.raises(RecipeError, match="router_aux_loss=config needs the router's choices for all tokens"):
