@@ -21,7 +21,7 @@ class SampleTokens(NamedTuple):
 
 def has_labels(batch: Mapping[str, Any]) -> bool:
     """Whether a batch says which of its tokens are supervised."""
-    return _per_token(batch, "labels") is not None or isinstance(batch.get("predict_at"), Tensor)
+    return per_token(batch, "labels") is not None or isinstance(batch.get("predict_at"), Tensor)
 
 
 def batch_tokens(batch: Mapping[str, Any]) -> list[SampleTokens]:
@@ -32,7 +32,7 @@ def batch_tokens(batch: Mapping[str, Any]) -> list[SampleTokens]:
     ``segment_lengths``, or where ``position_ids`` restart at 0. The first token of a sample is never supervised.
     """
     ids = batch["input_ids"]
-    mask = _per_token(batch, "attention_mask")
+    mask = per_token(batch, "attention_mask")
     columns = (ids, torch.ones_like(ids) if mask is None else mask, _is_supervised(batch), _is_first(batch))
     samples: list[SampleTokens] = []
     for row in zip(*(column.tolist() for column in columns), strict=True):
@@ -48,7 +48,7 @@ def batch_tokens(batch: Mapping[str, Any]) -> list[SampleTokens]:
     return samples
 
 
-def _per_token(batch: Mapping[str, Any], key: str) -> Tensor | None:
+def per_token(batch: Mapping[str, Any], key: str) -> Tensor | None:
     """Entry of a batch with one value per token, ``(rows, T)``; None where there is none."""
     value = batch.get(key)
     return value if isinstance(value, Tensor) and value.shape == batch["input_ids"].shape else None
@@ -56,7 +56,7 @@ def _per_token(batch: Mapping[str, Any], key: str) -> Tensor | None:
 
 def _is_supervised(batch: Mapping[str, Any]) -> Tensor:
     """Whether each token has a label, ``(rows, T)``, bool."""
-    if (labels := _per_token(batch, "labels")) is not None:
+    if (labels := per_token(batch, "labels")) is not None:
         return labels != IGNORE_INDEX
     supervised = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     if isinstance(at := batch.get("predict_at"), Tensor):
@@ -71,6 +71,6 @@ def _is_first(batch: Mapping[str, Any]) -> Tensor:
     if "segment_lengths" in batch:
         starts = list(accumulate(int(length) for length in batch["segment_lengths"]))[:-1]
         first.view(-1)[torch.tensor(starts, dtype=torch.int64, device=ids.device)] = True
-    elif (positions := _per_token(batch, "position_ids")) is not None:
+    elif (positions := per_token(batch, "position_ids")) is not None:
         first = positions == 0
     return first

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lit_callbacks.batch_tokens import IGNORE_INDEX
+from lit_callbacks.batch_tokens import IGNORE_INDEX, per_token
 
 Number = float | Tensor
 """A count; a tensor if it is on the device, which is read when it is logged and not before."""
@@ -43,7 +43,8 @@ def count_batch(batch: object) -> BatchCounts:
     Three kinds are known: a padded batch in the Hugging Face convention (``input_ids``, and optionally
     ``attention_mask`` and unshifted ``labels``), a packed batch (``input_ids``, ``segment_lengths``, ``targets``: the
     head is computed for the targets only), and any other batch, whose number of samples is the first dimension of its
-    first tensor.
+    first tensor. A mask that is not one of tokens (``(samples, 1, T, T)``) leaves the padding unknown; labels of samples,
+    or of a decoder, leave the supervised tokens unknown.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
         first = _first_tensor(batch)
@@ -54,14 +55,17 @@ def count_batch(batch: object) -> BatchCounts:
         targets = len(batch["targets"]) if "targets" in batch else None
         positions = ids.numel() if targets is None else targets
         return BatchCounts(len(segments), ids.numel(), ids.numel(), targets, positions, segments)
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    mask, labels = per_token(batch, "attention_mask"), per_token(batch, "labels")
     width = ids.shape[-1]
     samples = ids.numel() // max(width, 1)
-    lengths = [width] * samples if mask is None else mask.sum(-1)
-    real = ids.numel() if mask is None else mask.sum()
     # The first token of a sample is not predicted.
-    supervised = None if not isinstance(labels, Tensor) else (labels[..., 1:] != IGNORE_INDEX).sum()
-    return BatchCounts(samples, ids.numel(), real, supervised, real, lengths)
+    supervised = None if labels is None else (labels[..., 1:] != IGNORE_INDEX).sum()
+    if mask is not None:
+        lengths = mask.bool().sum(-1)
+        return BatchCounts(samples, ids.numel(), lengths.sum(), supervised, lengths.sum(), lengths)
+    if batch.get("attention_mask") is not None:
+        return BatchCounts(samples, ids.numel(), supervised_tokens=supervised)
+    return BatchCounts(samples, ids.numel(), ids.numel(), supervised, ids.numel(), [width] * samples)
 
 
 def _first_tensor(batch: object) -> Tensor | None:

@@ -81,7 +81,7 @@ class TransformerFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> "TransformerFlops | None":
-        """The formula for a model; None if no module within it has a config with ``num_hidden_layers``.
+        """The formula for a model; None if there is not exactly one ``TransformerShape`` within it.
 
         Args:
             model: module with a Hugging Face style transformer, with or without a PEFT method, possibly on the meta

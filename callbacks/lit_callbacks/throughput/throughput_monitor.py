@@ -136,7 +136,8 @@ class ThroughputMonitor(Callback):
         )
         if not self.flops and self._flops_of_model is None:
             self._attempts.warn(
-                f"no FLOP/s and no MFU: {type(pl_module).__name__} has no transformer config; pass flops="
+                f"no FLOP/s and no MFU: {type(pl_module).__name__} does not hold exactly one transformer config, of a "
+                "decoder or an encoder alone; pass flops="
             )
         self._peak = self._find_peak(trainer, pl_module)
         self._timer = timer_of(trainer.strategy.root_device)
@@ -178,11 +179,15 @@ class ThroughputMonitor(Callback):
     def _add(self, batch: object) -> None:
         counts = self._attempts.result("cannot count a batch", partial(self.count, batch))
         if not isinstance(counts, BatchCounts):
-            counts = BatchCounts(samples=count_batch(batch).samples, non_padding_tokens=counts)
+            own = self._attempts.result("cannot count a batch", partial(count_batch, batch)) or BatchCounts()
+            counts = BatchCounts(samples=own.samples, non_padding_tokens=counts)
         if counts.non_padding_tokens is None:
+            why = (
+                "without 'input_ids'" if counts.total_tokens is None else "whose 'attention_mask' is not one of tokens"
+            )
             self._attempts.warn(
-                f"cannot count the tokens of a {type(batch).__name__} without 'input_ids', so no tokens per second "
-                "are logged; pass count=<function from batch to int>"
+                f"cannot count the tokens of a {type(batch).__name__} {why}, so no tokens per second are logged; "
+                "pass count=<function from batch to int>"
             )
         flops = None if self.flops is None else self._attempts.result("cannot count FLOPs", partial(self.flops, batch))
         self._batches.append((counts, flops))
@@ -258,6 +263,12 @@ class ThroughputMonitor(Callback):
         self.summary = self._figures(trainer, self._run)
         self._end(trainer)
         if not self.summary:
+            if self._skipped:
+                self._attempts.warn(
+                    f"no figures: the run took {as_count(self._skipped, 'step')}, and the first "
+                    f"skip_steps={self.skip_steps} are not measured; train longer or lower it",
+                    "short",
+                )
             return
         for logger in trainer.loggers:
             logger.log_metrics({f"throughput/run/{k}": v for k, v in self.summary.items()}, step=trainer.global_step)

@@ -40,14 +40,21 @@ class TransformerShape:
 
     @classmethod
     def of(cls, model: nn.Module) -> "TransformerShape | None":
-        """Shape of the first transformer within a module; None if no config has layers and attention heads."""
+        """Shape of the only transformer within a module; None if no config has layers and attention heads.
+
+        None too where a count of tokens does not tell the FLOPs: an encoder with a decoder, or several transformers (text
+        and images, teacher and student).
+        """
+        shapes: dict[int, TransformerShape] = {}
         for module in model.modules():
             config: Any = module.config if isinstance(module, HasConfig) else None
             config = config.get_text_config() if isinstance(config, HasTextConfig) else config
             layers, heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
             if layers is not None and heads is not None:
-                return cls._of_config(config, layers, heads)
-        return None
+                if _value(config, "is_encoder_decoder"):
+                    return None
+                shapes[id(config)] = cls._of_config(config, layers, heads)
+        return next(iter(shapes.values())) if len(shapes) == 1 else None
 
     @classmethod
     def _of_config(cls, config: Any, layers: int, heads: int) -> "TransformerShape":

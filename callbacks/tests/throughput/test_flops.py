@@ -117,6 +117,16 @@ def test_no_config_no_formula() -> None:
     assert TransformerFlops.of(nn.Linear(2, 2)) is None
 
 
+def test_where_tokens_do_not_tell_the_flops_there_is_no_formula() -> None:
+    transformers = pytest.importorskip("transformers")
+    seq2seq = transformers.T5Config(vocab_size=96, d_model=64, d_ff=112, d_kv=16, num_layers=2, num_heads=4)
+    assert TransformerFlops.of(transformers.T5ForConditionalGeneration(seq2seq)) is None
+    assert TransformerFlops.of(nn.ModuleDict({"teacher": tiny("llama"), "student": tiny("llama")})) is None
+    picture = transformers.CLIPVisionConfig(**SIZES, **HEADS, image_size=8, patch_size=4)
+    two_kinds = nn.ModuleList([tiny("llama"), transformers.CLIPVisionModel(picture)])
+    assert TransformerFlops.of(two_kinds) is None
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "teraflops"),
     [

@@ -21,6 +21,7 @@ from lit_callbacks.throughput.throughput_monitor import PARTS, describe
 from plain_modules import Digits, TinyLM, digits, make_trainer, texts
 from ranks import on_ranks
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 
 class Clock:
@@ -268,7 +269,8 @@ def test_a_batch_whose_tokens_cannot_be_counted_is_one_warning(tmp_path: Path) -
         trainer.fit(Digits(), digits())
     ours = [str(warning.message) for warning in caught if "ThroughputMonitor" in str(warning.message)]
     assert ours == [
-        "ThroughputMonitor: no FLOP/s and no MFU: Digits has no transformer config; pass flops=",
+        "ThroughputMonitor: no FLOP/s and no MFU: Digits does not hold exactly one transformer config, of a decoder or "
+        "an encoder alone; pass flops=",
         "ThroughputMonitor: cannot count the tokens of a list without 'input_ids', so no tokens per second are "
         "logged; pass count=<function from batch to int>",
     ]
@@ -326,6 +328,26 @@ def test_ranks_are_added_up(tmp_path: Path) -> None:
     assert first["mfu"] == (50 / 1 + 50 / 2) / 2 / 100
 
 
+def test_a_batch_that_looks_like_text_and_is_not_is_one_warning(tmp_path: Path) -> None:
+    class Rows(Digits):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+            return self.layers(batch["input_ids"].float()).mean()
+
+    batches = DataLoader([{"input_ids": torch.ones(2, 64), "segment_lengths": 7}] * 3, batch_size=None)
+    trainer = make_trainer(tmp_path, callbacks=[monitor := ThroughputMonitor()])
+    with pytest.warns(UserWarning, match=r"cannot count a batch \(TypeError: 'int' object is not iterable\)"):
+        trainer.fit(Rows(), batches)
+    assert trainer.global_step == 3
+    assert monitor.summary["step_seconds"] > 0
+
+
+def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[ThroughputMonitor(skip_steps=2)], max_steps=1)
+    message = "no figures: the run took 1 step, and the first skip_steps=2 are not measured; train longer or lower it"
+    with pytest.warns(UserWarning, match=message):
+        trainer.fit(Digits(), digits())
+
+
 def test_what_batches_hold() -> None:
     row = {"input_ids": torch.zeros(1, 9), "segment_lengths": [4, 5], "targets": torch.zeros(3)}
     assert count_batch(row) == BatchCounts(2, 9, 9, 3, 3, [4, 5])
@@ -334,6 +356,13 @@ def test_what_batches_hold() -> None:
     assert count_batch({"input_ids": torch.zeros(2, 5)}) == BatchCounts(2, 10, 10, None, 10, [5, 5])
     assert count_batch([torch.zeros(3, 2), torch.zeros(3)]) == BatchCounts(samples=3)
     assert count_batch("nothing") == BatchCounts()
+    ids = torch.zeros(3, 5, dtype=torch.long)
+    of_samples = {"input_ids": ids, "labels": torch.zeros(3)}
+    assert count_batch(of_samples) == BatchCounts(3, 15, 15, None, 15, [5, 5, 5])
+    of_decoder = {"input_ids": ids, "labels": torch.zeros(3, 4)}
+    assert count_batch(of_decoder) == count_batch(of_samples)
+    for mask in (torch.ones(3, 1, 5, 5), [[1] * 5] * 3):
+        assert count_batch({"input_ids": ids, "attention_mask": mask}) == BatchCounts(3, 15)
     padded = count_batch(next(iter(texts(2, padding=3, prompt=2))))
     assert (padded.samples, padded.total_tokens) == (2, 16)
     assert (int(padded.non_padding_tokens), int(padded.supervised_tokens)) == (10, 6)  # type: ignore[arg-type]
