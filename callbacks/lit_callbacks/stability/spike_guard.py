@@ -139,14 +139,22 @@ class SpikeGuard(Callback):
         self.folder = None if folder is None else Path(folder)
         self.ids = ids
         self._attempts = Attempts("SpikeGuard")
+        self._reset()
+
+    def _reset(self) -> None:
         self.skipped_steps = 0
         """Number of steps with a spike, in this run and the runs that it resumes."""
-        self._recent: deque[bool] = deque(maxlen=window)
-        self._history: defaultdict[str, History] = defaultdict(partial(History, window))
+        self._recent: deque[bool] = deque(maxlen=self.window)
+        self._history: defaultdict[str, History] = defaultdict(partial(History, self.window))
         self._loss: Tensor | None = None
         self._batches: list[tuple[int, PerSample | None]] = []
         self._has_stepped = False
         self._logged = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier run, of another trainer; a resumed run restores its state after this hook."""
+        if stage == "fit" and trainer.global_step == 0:
+            self._reset()
 
     # --- data of a step ------------------------------------------------------------------------------
 
@@ -159,7 +167,10 @@ class SpikeGuard(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Add up the step's loss: Lightning has divided each micro-batch's loss by the number of micro-batches."""
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        loss = loss.detach()
+        if loss.ndim > 0:  # manual optimization may pass a vector, and the gradient of each element
+            loss = loss.sum()
+        self._loss = loss if self._loss is None else self._loss + loss
 
     # --- the decision --------------------------------------------------------------------------------
 

@@ -170,6 +170,32 @@ def test_what_is_normal_survives_a_resume(tmp_path: Path) -> None:
     assert resumed.skipped_steps == 1
 
 
+def test_what_is_normal_is_that_of_one_run(tmp_path: Path) -> None:
+    """As in cross-validation, where a model starts anew with the callbacks of the last."""
+    guard = SpikeGuard(warmup_steps=4)
+    for scale, wrong in ((1.0, math.nan), (1000.0, 1000.0)):
+        run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[guard])
+        run.fit(Scaled(), rows([scale] * 6 + [wrong]))
+        assert guard.skipped_steps == int(math.isnan(wrong))
+    assert len(guard.state_dict()["recent"]) == 7
+
+
+def test_losses_that_are_vectors_are_summed(tmp_path: Path) -> None:
+    class Vectors(TwoOptimizers):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.zero_grad()
+                losses = self.second(self.first(torch.ones(len(batch["scale"]), 4)))[:, 0] * batch["scale"]
+                self.manual_backward(losses, gradient=torch.ones_like(losses))
+                optimizer.step()
+
+    guard, module = SpikeGuard(warmup_steps=2), Vectors()
+    run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[guard])
+    with pytest.warns(UserWarning, match="optimizer 0 loss is nan; optimizer 0 gradient norm is nan"):
+        run.fit(module, rows([1.0] * 4 + [1.0, math.nan] + [1.0], batch_size=2))
+    assert guard.skipped_steps == 2  # one of each optimizer
+
+
 class TwoOptimizers(Scaled):
     """Manual optimization: one optimizer for each layer."""
 
