@@ -20,6 +20,7 @@ from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.distributed.host_copy import HostCopy
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import lightning_internals
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.protocols import WritesToFolder
 
 SAME_SIGNAL_SECONDS = 1.0
@@ -106,6 +107,9 @@ class GracefulStop(Callback):
         self._reset()
         if threading.current_thread() is not threading.main_thread():
             rank_zero_warn("GracefulStop sees no signals: training runs outside the main thread")
+            return
+        if any(isinstance(one, GracefulStop) and one._previous for one in attributes_of(trainer).callbacks):
+            rank_zero_warn("GracefulStop is among the callbacks more than once, and only the first sees signals")
             return
         self._trainer = trainer
         lightning_internals.disable_signal_handlers(trainer)

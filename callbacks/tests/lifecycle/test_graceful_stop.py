@@ -165,6 +165,16 @@ def test_after_a_run_it_can_be_pickled_without_the_trainer(tmp_path: Path) -> No
     assert isinstance(pickle.loads(pickle.dumps(stop)), GracefulStop)
 
 
+def test_of_two_in_a_run_the_first_sees_signals_and_gives_them_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    callbacks = [GracefulStop(tmp_path / "first.ckpt"), GracefulStop(), Signal("on_before_zero_grad", 2)]
+    run = Trainer(callbacks=callbacks, accelerator="cpu", max_epochs=1, logger=False, default_root_dir=tmp_path)
+    said = "GracefulStop is among the callbacks more than once, and only the first sees signals"
+    with pytest.warns(UserWarning, match=said), pytest.raises(StopRequested, match=r"first\.ckpt"):
+        run.fit(Plain(), loader())
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_slurm_job_of_pytorch_lightning_is_requeued_too() -> None:
     """That package has a copy of each of Lightning's classes."""
     environment = type("SLURMEnvironment", (), {"__module__": "lightning_fabric.plugins.environments.slurm"})()
