@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.log_text import log_text
+from lit_callbacks.output.quantities import as_count
 from lit_callbacks.output.step_lines import add_lines, drop_after_step
 from lit_callbacks.protocols import AnswersPrompts, Message, RendersPrompts, tokenizer_of
 
@@ -123,9 +124,18 @@ class SampleGenerations(Callback):
             answers = on_all_ranks(
                 trainer,
                 "SampleGenerations cannot generate, and stops asking",
-                lambda: list(generate(module, self._rendered(module))),
+                lambda: self._checked(generate(module, self._rendered(module))),
             )
         self._is_off = answers is None
+        return answers
+
+    def _checked(self, answers: Sequence[str]) -> list[str]:
+        if isinstance(answers, str):
+            raise ValueError("got one text for all prompts; return a list, with one text for each")
+        answers, wanted = list(answers), len(self.prompts)
+        if len(answers) != wanted or not all(isinstance(answer, str) for answer in answers):
+            kinds = ", ".join(sorted({type(answer).__name__ for answer in answers}))
+            raise ValueError(f"got {as_count(len(answers), 'answer')} of type {kinds}; return {wanted} of type str")
         return answers
 
     def _rendered(self, module: LightningModule) -> list[str]:
@@ -151,7 +161,7 @@ class SampleGenerations(Callback):
 
 def _opening(tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """Token that a tokenizer puts before raw text, or ""; ``answer`` takes prompts with special tokens spelled out."""
-    if tokenizer is None or tokenizer.bos_token is None:
+    if tokenizer is None or getattr(tokenizer, "bos_token", None) is None:  # that of another library may have none
         return ""
     return str(tokenizer.bos_token) if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
 

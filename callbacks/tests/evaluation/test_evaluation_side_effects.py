@@ -185,6 +185,28 @@ def test_what_raises_is_a_warning_once(tmp_path: Path, make: Any, said: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ("one", "got one text for all prompts; return a list, with one text for each"),
+        (["one", "two"], "got 2 answers of type str; return 1 of type str"),
+        ([torch.ones(1)], "got 1 answer of type Tensor; return 1 of type str"),
+    ],
+)
+def test_answers_that_are_not_one_text_per_prompt_are_a_warning(tmp_path: Path, answers: Any, said: str) -> None:
+    callback = SampleGenerations(["a"], 1, generate=lambda *_: answers)
+    with pytest.warns(UserWarning, match=f"cannot generate, and stops asking .ValueError: {said}"):
+        assert fit(tmp_path, callback).weight == -5
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_a_tokenizer_of_another_library_does_not_keep_the_module_from_answering(tmp_path: Path) -> None:
+    module = Counter()
+    module.tokenizer = object()
+    fit(tmp_path, SampleGenerations(["a"], 5), module)
+    assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "a -5"]
+
+
+@pytest.mark.parametrize(
     "make", [lambda path: SampleGenerations(["a"], path=path), lambda path: ForgettingProbe(path=path)]
 )
 def test_an_unwritable_file_is_a_warning(tmp_path: Path, make: Any) -> None:
