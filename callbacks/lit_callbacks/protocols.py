@@ -98,6 +98,14 @@ class SavesAdapter(Protocol):
         """
 
 
+@runtime_checkable
+class WritesFolder(Protocol):
+    """A tokenizer that writes its files to a folder, as those of transformers do."""
+
+    def save_pretrained(self, folder: Path) -> object:
+        """Write them."""
+
+
 def tokenizer_of(module: object) -> PreTrainedTokenizerBase | None:
     """Tokenizer of a module or data module; None where it has none."""
     return module.tokenizer if isinstance(module, HoldsTokenizer) else None

@@ -17,11 +17,28 @@ from lit_callbacks.either_package import is_a
 from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_atomically
 from lit_callbacks.export.base_files import BaseFiles, add_files
 from lit_callbacks.export.merge_check import MergeFailed
-from lit_callbacks.export.merging import check_mergeable, find_model, is_peft, save_adapter, save_merged, unsplit
-from lit_callbacks.protocols import GathersWeights, KeepsTwoWeightSets, SavesAdapter, WritesModelFolder, tokenizer_of
+from lit_callbacks.export.merging import (
+    check_mergeable,
+    find_model,
+    find_models,
+    is_peft,
+    save_adapter,
+    save_merged,
+    unsplit,
+    write_adapter,
+)
+from lit_callbacks.internals.transformers_internals import is_quantized
+from lit_callbacks.protocols import (
+    GathersWeights,
+    KeepsTwoWeightSets,
+    SavesAdapter,
+    WritesFolder,
+    WritesModelFolder,
+    tokenizer_of,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Kind = Literal["adapter", "merged"]
 Texts = Callable[[Kind, Trainer, LightningModule], Mapping[str, str]]
@@ -34,7 +51,8 @@ class AdapterMerger(Callback):
     The module must contain a ``peft.PeftModel`` or, for full fine-tuning, a ``transformers.PreTrainedModel`` (the extra
     ``peft``); its ``tokenizer``, where it has one, is saved with the weights. A module that writes its trainable
     parameters itself needs neither: it has a method ``save_adapter(folder, state_dict)``, which gets the full weights
-    by name where they are sharded.
+    by name where they are sharded. Of several models, those whose weights are all frozen (a teacher, a reward model) are
+    passed over; a warning names what is trained and not written.
 
     Folders are written atomically. A tuning method that cannot be merged is an error when training starts. During
     training, a model that cannot be written or fails its check is a warning; at the end it is an error. Schedule-free
@@ -73,7 +91,7 @@ class AdapterMerger(Callback):
                 raise ValueError(f"{name}={value} must be at least 1; leave it out for the default")
         self.adapter_dir = Path(adapter_dir)
         self.merged_dir = None if merged_dir is None else Path(merged_dir)
-        self.texts: Texts = texts or (lambda *_: {})
+        self.texts: Texts = texts or _no_texts
         self.every_n_steps, self.on_best, self.keep_last = every_n_steps, on_best, keep_last
         self._best: list[str] = []
         self._has_new_best = False
@@ -83,7 +101,24 @@ class AdapterMerger(Callback):
         """Raise an error for a model that cannot be merged, before training begins."""
         model = find_model(pl_module)
         if self.merged_dir is not None:
+            if is_quantized(model.get_base_model() if is_peft(model) else model):
+                raise ValueError(
+                    f"merged_dir={str(self.merged_dir)!r}, but the base is quantized, and there are two ways to merge into "
+                    "it; leave merged_dir out, and merge after training by lit_callbacks.merging.save_merged(model, folder, "
+                    "quantized_base='dequantize' or 'keep')"
+                )
             check_mergeable(model)
+        written, *others = find_models(pl_module) or [""]
+        if others:
+            rank_zero_warn(
+                f"AdapterMerger writes {written!r}, and not {', '.join(map(repr, others))}, which is trained too; give "
+                f"{type(pl_module).__name__} a method save_adapter(folder, state_dict) that writes all"
+            )
+        if (tokenizer := tokenizer_of(pl_module)) is not None and _saved_tokenizer(pl_module) is None:
+            rank_zero_warn(
+                f"AdapterMerger writes no tokenizer: {type(tokenizer).__name__} has no method save_pretrained; give one "
+                "of transformers, or write it by texts="
+            )
         if self.on_best and not _monitored(trainer):
             rank_zero_warn(
                 "AdapterMerger(on_best=True) writes nothing on the way: no ModelCheckpoint has a monitor; give one, as "
@@ -147,7 +182,7 @@ class AdapterMerger(Callback):
                 rank_zero_warn(f"AdapterMerger: step {trainer.global_step} is not written: {error}")
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
-        model, tokenizer, strategy = find_model(pl_module), tokenizer_of(pl_module), trainer.strategy
+        model, tokenizer, strategy = find_model(pl_module), _saved_tokenizer(pl_module), trainer.strategy
         writes, state = trainer.is_global_zero, None
         if isinstance(strategy, WritesModelFolder) and not is_peft(model) and model is not pl_module:
             self._write_sharded(trainer, pl_module, model, strategy.save_pretrained, suffix)
@@ -193,14 +228,23 @@ class AdapterMerger(Callback):
 
         def write(temporary: Path) -> None:
             save_sharded(model, temporary)
-            add_files(temporary, files, model, tokenizer_of(pl_module))
+            add_files(temporary, files, model, _saved_tokenizer(pl_module))
 
         write_atomically(folder, write, None, self.texts("merged", trainer, pl_module))
         rank_zero_info(f"merged model: {folder}, a part by each rank")
 
 
+def _no_texts(*_: object) -> dict[str, str]:
+    return {}
+
+
 def _adapter_writer(module: LightningModule, model: Any) -> Callable[..., object]:
-    return module.save_adapter if isinstance(module, SavesAdapter) else model.save_pretrained
+    return module.save_adapter if isinstance(module, SavesAdapter) else partial(write_adapter, model)
+
+
+def _saved_tokenizer(module: LightningModule) -> "PreTrainedTokenizerBase | None":
+    tokenizer = tokenizer_of(module)
+    return tokenizer if isinstance(tokenizer, WritesFolder) else None
 
 
 def _monitored(trainer: Trainer) -> list[ModelCheckpoint]:

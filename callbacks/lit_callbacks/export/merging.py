@@ -34,6 +34,7 @@ from lit_callbacks.export.merge_check import (
 from lit_callbacks.internals.transformers_internals import (
     attention_implementation,
     dequantize,
+    is_encoder_decoder,
     is_quantized,
     kept_in_fp32,
     save_under_names_of,
@@ -82,8 +83,10 @@ def unsplit(
         return full
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    adapted = get_peft_model(full, copy.deepcopy(model.active_peft_config))
-    set_peft_model_state_dict(adapted, get_peft_model_state_dict(adapted, state_dict=weights))
+    name = model.active_adapter
+    adapted = get_peft_model(full, copy.deepcopy(model.active_peft_config), name)
+    adapter = get_peft_model_state_dict(adapted, state_dict=weights, adapter_name=name)
+    set_peft_model_state_dict(adapted, adapter, name)
     return adapted
 
 
@@ -107,21 +110,35 @@ def _buffers_of_base(base: nn.Module) -> dict[str, Tensor]:
 
 
 def find_model(module: nn.Module) -> Any:
-    """The ``PeftModel`` within a module, else its ``PreTrainedModel``, else the module if it has ``save_adapter``.
+    """The first of ``find_models``, else the module if it has ``save_adapter``.
 
     Raises:
         ValueError: the module has none of these.
     """
-    for is_of_kind in (is_peft, is_pretrained):
-        for candidate in module.modules():
-            if is_of_kind(candidate):
-                return candidate
+    if models := find_models(module):
+        return next(iter(models.values()))
     if isinstance(module, SavesAdapter):
         return module
     raise ValueError(
         f"{type(module).__name__} holds no peft.PeftModel and no transformers.PreTrainedModel to save; give it a "
         "method save_adapter(folder, state_dict) that writes what it trains"
     )
+
+
+def find_models(module: nn.Module) -> "dict[str, PeftModel | PreTrainedModel]":
+    """Models that a module trains, by name: each outermost ``PeftModel``, else each outermost ``PreTrainedModel``.
+
+    If it trains none of them, these are all of them: each of its weights is frozen, or it trains something else.
+    """
+    for is_of_kind in (is_peft, is_pretrained):
+        found: dict[str, Any] = {}
+        for name, part in module.named_modules():
+            if is_of_kind(part) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+                found[name] = part
+        trained = {name: model for name, model in found.items() if any(p.requires_grad for p in model.parameters())}
+        if found:
+            return trained or found
+    return {}
 
 
 def is_pretrained(model: nn.Module) -> "TypeGuard[PreTrainedModel]":
@@ -156,9 +173,27 @@ def save_adapter(
         folder: path of the adapter folder; an earlier model there is replaced.
         tokenizer: tokenizer to save in the folder; None saves none.
         texts: text files to add to the folder, by name.
-        write: function that writes the adapter into a given folder; None is ``model.save_pretrained``.
+        write: function that writes the adapter into a given folder; None is ``write_adapter``.
     """
-    write_atomically(folder, write or model.save_pretrained, tokenizer, texts)
+    write_atomically(folder, write or partial(write_adapter, model), tokenizer, texts)
+
+
+def write_adapter(model: "PeftModel", folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write a ``PeftModel``'s adapters into a folder: one of them where ``PeftModel.from_pretrained`` reads it.
+
+    PEFT has a subfolder for each adapter that is not named ``default``; if none is, the active one has no subfolder.
+
+    Args:
+        model: model with the adapters.
+        folder: path of the folder.
+        state_dict: full weights by name where they are sharded; None takes the model's.
+    """
+    model.save_pretrained(str(folder), state_dict=state_dict)
+    if "default" not in model.peft_config:
+        own = folder / model.active_adapter
+        for path in list(own.iterdir()):
+            path.replace(folder / path.name)
+        own.rmdir()
 
 
 def save_merged(
@@ -343,7 +378,8 @@ def _dequantized(model: "PeftModel", dtype: torch.dtype) -> "PeftModel":
     """Move the adapter to the dequantized base model: PEFT cannot merge its layers for quantized weights into it."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    adapter, config = get_peft_model_state_dict(model, save_embedding_layers=False), model.active_peft_config
+    name, config = model.active_adapter, model.active_peft_config
+    adapter = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     try:
         base = dequantize(model.unload(), dtype).to(dtype)
     except NotImplementedError as error:
@@ -351,8 +387,8 @@ def _dequantized(model: "PeftModel", dtype: torch.dtype) -> "PeftModel":
             f"transformers cannot dequantize {model.config.quantization_config.quant_method} weights ({error}); merge "
             "into the model that they were quantized from, or use the adapter as it is"
         ) from error
-    plain = get_peft_model(base, config)
-    set_peft_model_state_dict(plain, adapter)
+    plain = get_peft_model(base, config, name)
+    set_peft_model_state_dict(plain, adapter, name)
     return plain.eval()
 
 
@@ -387,7 +423,17 @@ def check_mergeable(
     if is_peft(model) and not isinstance(model.base_model, Merges):
         method = model.active_peft_config.peft_type.value
         raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
+    if is_peft(model) and not _is_causal(base := model.get_base_model()):
+        raise ValueError(
+            f"a merge is verified by the logits of a causal language model of transformers, and {type(base).__name__} "
+            "is none; leave merged_dir out, and merge by the adapter's own merge_and_unload()"
+        )
     check_quantized_base(is_quantized(model.get_base_model() if is_peft(model) else model), dtype, quantized_base)
+
+
+def _is_causal(base: nn.Module) -> bool:
+    """Whether a model computes logits of the vocabulary from ``input_ids`` alone."""
+    return is_pretrained(base) and base.get_output_embeddings() is not None and not is_encoder_decoder(base.config)
 
 
 def check_quantized_base(is_quantized: bool, dtype: torch.dtype | str | None, quantized_base: str | None) -> None:

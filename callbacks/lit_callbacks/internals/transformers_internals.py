@@ -16,6 +16,11 @@ def is_quantized(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
+def is_encoder_decoder(config: PretrainedConfig) -> bool:
+    """Whether a model has an encoder whose output its decoder reads; not all configs have the entry."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
 def ties_embeddings(config: PretrainedConfig) -> bool:
     """Whether a config ties the output head to the input embedding; not all configs have the entry."""
     return bool(getattr(config, "tie_word_embeddings", False))

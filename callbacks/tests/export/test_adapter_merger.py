@@ -1,5 +1,6 @@
 """AdapterMerger before the end: every n steps, at each best checkpoint, keeping the last."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lit_callbacks import AdapterMerger
+from lit_callbacks.export.merging import find_models, unsplit
 from plain_modules import VOCABULARY, make_trainer, texts
 from ranks import on_ranks
 
@@ -116,6 +118,113 @@ def test_prompt_learning_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="PROMPT_TUNING adds no weights that could be merged"):
         make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, texts())
     assert module.steps == []
+
+
+class Classifier(LightningModule):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        raise AssertionError("refused before")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def sequence_classifier() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=VOCABULARY, **sizes))
+
+
+def seq2seq() -> Any:
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "target", "name"),
+    [
+        (sequence_classifier, "query", "BertForSequenceClassification"),
+        (seq2seq, "q", "T5ForConditionalGeneration"),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), "0", "Sequential"),
+    ],
+)
+def test_what_is_no_causal_model_is_refused_before_training(tmp_path: Path, make: Any, target: str, name: str) -> None:
+    module = Classifier(peft.get_peft_model(make(), peft.LoraConfig(target_modules=[target])))
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    with pytest.raises(
+        ValueError, match=f"causal language model of transformers, and {name} is none; leave merged_dir"
+    ):
+        make_trainer(tmp_path, callbacks=[merger]).fit(module, texts())
+
+
+def test_a_merge_into_a_quantized_base_is_refused_with_what_works(tmp_path: Path) -> None:
+    module = Adapted(lora())
+    module.model.get_base_model().is_quantized = True
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    with pytest.raises(
+        ValueError, match=r"the base is quantized.* leave merged_dir out.* by lit_callbacks\.merging\.save_merged"
+    ):
+        make_trainer(tmp_path, callbacks=[merger]).fit(module, texts())
+
+
+def test_an_adapter_with_a_name_is_where_peft_reads_it(tmp_path: Path) -> None:
+    module = Adapted(lora())
+    module.model = peft.get_peft_model(base(), lora(), "student")
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    make_trainer(tmp_path, callbacks=[merger], max_steps=2).fit(module, texts())
+    trained = {name.replace(".student.", ".default."): weight for name, weight in module.steps[-1].items()}
+    assert_same(tmp_path / "adapter", trained)
+    assert not (tmp_path / "adapter" / "student").exists()
+    whole = unsplit(module.model, keep=True)
+    assert {n: p for n, p in whole.named_parameters() if "lora_" in n}.keys() == module.steps[-1].keys()
+    for name, weight in module.steps[-1].items():
+        assert torch.equal(whole.get_parameter(name), weight), name
+
+
+class Distilled(Adapted):
+    """With another model before the one that is trained."""
+
+    def __init__(self, other: Any, model: Any) -> None:
+        super().__init__(lora())
+        del self.model
+        self.other, self.model = other, model
+
+
+def test_a_frozen_model_is_passed_over(tmp_path: Path) -> None:
+    """As a teacher in full fine-tuning, or a reward model with an adapter of its own."""
+    module = Distilled(base().requires_grad_(False), base())
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    make_trainer(tmp_path, callbacks=[merger], max_steps=2).fit(module, texts())
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, weight in module.model.named_parameters():
+        assert torch.equal(saved.get_parameter(name), weight), name
+    adapted = Distilled(*(peft.get_peft_model(base(), lora()) for _ in range(2)))
+    adapted.other.requires_grad_(False)
+    assert find_models(adapted) == {"model": adapted.model}
+
+
+def test_a_second_model_that_is_trained_is_named(tmp_path: Path) -> None:
+    module = Distilled(base(), base())
+    merger = AdapterMerger(tmp_path / "adapter")
+    with pytest.warns(
+        UserWarning, match="writes 'other', and not 'model', which is trained too; give Distilled a method"
+    ):
+        make_trainer(tmp_path, callbacks=[merger], max_steps=1).fit(module, texts())
+
+
+def test_a_tokenizer_of_another_library_is_not_written_which_is_said(tmp_path: Path) -> None:
+    module = Adapted(lora())
+    module.tokenizer = object()
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    with pytest.warns(UserWarning, match="AdapterMerger writes no tokenizer: object has no method save_pretrained"):
+        make_trainer(tmp_path, callbacks=[merger], max_steps=1).fit(module, texts())
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+def test_it_can_be_pickled_for_processes_that_are_spawned(tmp_path: Path) -> None:
+    assert pickle.loads(pickle.dumps(AdapterMerger(tmp_path / "adapter"))).adapter_dir == tmp_path / "adapter"
 
 
 def test_a_folder_on_the_way_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
