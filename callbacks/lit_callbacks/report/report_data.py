@@ -15,6 +15,8 @@ from lit_callbacks.report.tables import ReportTable, newest_tables, read_table
 
 ENVIRONMENT = "environment.json"
 """File name of the versions, devices and times of a run, which ``RunReport`` writes."""
+LOG_FOLDERS = "log_folders"
+"""Key there of the folders of the run's loggers, relative to its own, which may hold logs of other runs too."""
 FIRST_BATCH = "first_batch.json"
 """File name of the first batch, which ``RunReport`` writes."""
 VALIDATION_ANSWERS = "validation_answers.jsonl"
@@ -67,10 +69,11 @@ def read_run(folder: Path) -> RunData:
             run.missing.append(f"{path.name} cannot be read ({type(error).__name__}: {error})")
             return otherwise
 
-    run.curves = read(_newest(folder, "metrics.csv"), read_metrics, {}, "no metrics.csv: add a CSVLogger")
-    config = _newest(folder, "config.yaml") or _newest(folder, "hparams.yaml")
-    run.config = read(config, _text, "", "no config.yaml or hparams.yaml: call self.save_hyperparameters()")
     run.environment = read(folder / ENVIRONMENT, _json, {}, "no versions: RunReport was not among the run's callbacks")
+    logs = run.environment.get(LOG_FOLDERS)
+    run.curves = read(_newest(folder, "metrics.csv", logs), read_metrics, {}, "no metrics.csv: add a CSVLogger")
+    config = _newest(folder, "config.yaml", logs) or _newest(folder, "hparams.yaml", logs)
+    run.config = read(config, _text, "", "no config.yaml or hparams.yaml: call self.save_hyperparameters()")
     run.samples = read(folder / "samples.jsonl", read_lines, [], "no answers: add SampleGenerations")
     run.scored = read(folder / VALIDATION_ANSWERS, read_lines, [], _NO_SCORED)
     run.first_batch = read(folder / FIRST_BATCH, _json, {}, _NO_BATCH)
@@ -112,11 +115,15 @@ def _number(value: str) -> float:
         return math.nan
 
 
-def _newest(folder: Path, name: str) -> Path | None:
-    """Path of a file in the folder itself, else of the newest in its subfolders: loggers number their versions."""
+def _newest(folder: Path, name: str, logs: list[str] | None) -> Path | None:
+    """Path of a file in the folder itself, else of the newest in folders of the run's loggers.
+
+    Where these are not known, of the newest in all subfolders: loggers number their versions.
+    """
     if (folder / name).exists():
         return folder / name
-    return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)
+    found = folder.rglob(name) if logs is None else (path for log in logs if (path := folder / log / name).exists())
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _text(path: Path) -> str:

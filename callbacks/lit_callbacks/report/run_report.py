@@ -27,7 +27,7 @@ from lit_callbacks.protocols import tokenizer_of
 from lit_callbacks.report.first_batch import describe_batch, holds_tokens, write_first_batch
 from lit_callbacks.report.headline import headline
 from lit_callbacks.report.page import render_page
-from lit_callbacks.report.report_data import ENVIRONMENT, FIRST_BATCH, Json, Points, RunData, read_run
+from lit_callbacks.report.report_data import ENVIRONMENT, FIRST_BATCH, LOG_FOLDERS, Json, Points, RunData, read_run
 from lit_callbacks.report.report_plots import draw, sort_into_charts
 from lit_callbacks.report.samples import by_prompt
 from lit_callbacks.report.scored_answers import judge
@@ -76,11 +76,15 @@ class RunReport(Callback):
         self.path = None if path is None else Path(path)
         self.title, self.first_batch = title, first_batch
         self._times = _PartTimes(time.time() if began is None else began)
+        self._has_begun = False
         self._first_step = 0
         self._awaits_batch = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the versions and devices of the run, which cannot be determined later."""
+        if self._has_begun:  # the time of an earlier fit, and after it, is not of this one
+            self._times = _PartTimes(time.time())
+        self._has_begun = True
         if trainer.is_global_zero:
             self._note(trainer, started=_now(), ended=None)
 
@@ -169,6 +173,11 @@ class RunReport(Callback):
             known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
             path.parent.mkdir(parents=True, exist_ok=True)
             noted["title"] = known.get("title") or self.title
+            noted[LOG_FOLDERS] = [
+                os.path.relpath(log_dir, path.parent)
+                for logger in trainer.loggers
+                if isinstance(log_dir := getattr(logger, "log_dir", None), str)
+            ]
             path.write_text(json.dumps(known | describe(trainer) | noted, indent=1) + "\n", encoding="utf-8")
         except (OSError, ValueError, TypeError) as error:
             rank_zero_warn(f"RunReport cannot note versions in {str(path)!r} ({error}); give folder=")

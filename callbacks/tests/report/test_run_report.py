@@ -23,7 +23,7 @@ from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerati
 from lit_callbacks.output.step_lines import add_lines
 from lit_callbacks.report import report_plots
 from lit_callbacks.report.headline import headline
-from lit_callbacks.report.report_data import read_metrics
+from lit_callbacks.report.report_data import read_metrics, read_run
 from lit_callbacks.report.report_plots import MOST_POINTS, draw, sort_into_charts, thinned
 from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.scored_answers import ScoredAnswer, write_answers
@@ -405,6 +405,31 @@ def test_the_times_of_a_run_add_up(page: Path) -> None:
     assert 0 < sum(environment["seconds"].values()) < 100
     assert shlex.split(environment["command"])[1:] == sys.orig_argv[1:]
     assert environment["peak_process_bytes"] > 2**27
+
+
+def test_a_second_fit_has_times_of_its_own(tmp_path: Path) -> None:
+    report = RunReport()
+    fit(tmp_path / "first", [report], False)
+    time.sleep(1)  # between the fits, and so of neither
+    began = time.time()
+    fit(tmp_path / "second", [report], False)
+    environment = json.loads((tmp_path / "second" / "environment.json").read_text())
+    assert sum(environment["seconds"].values()) <= time.time() - began
+
+
+def test_curves_and_configuration_are_those_of_the_runs_own_loggers(tmp_path: Path) -> None:
+    """Without a folder for each run: the default is the working directory."""
+    fit(tmp_path, [RunReport()], CSVLogger(tmp_path))
+    (tmp_path / "another").mkdir()
+    (tmp_path / "another" / "config.yaml").write_text("of: another project\n")
+    assert "train/loss" in read_run(tmp_path).curves
+    fit(tmp_path, [RunReport()], False)
+    run = read_run(tmp_path)
+    assert run.curves == {}
+    assert "no metrics.csv: add a CSVLogger" in run.missing
+    assert run.config == ""
+    fit(tmp_path / "run", [RunReport()], CSVLogger(tmp_path / "logs"))
+    assert "train/loss" in read_run(tmp_path / "run").curves
 
 
 def test_long_curves_are_thinned_to_means() -> None:
