@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -273,8 +274,8 @@ class MemoryProfiler(Callback):
         return True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report on an out-of-memory error; every error is raised on."""
-        if is_out_of_memory(exception):
+        """Report on an out-of-memory error of ``fit``; every error is raised on."""
+        if trainer.state.fn == TrainerFn.FITTING and is_out_of_memory(exception):
             self._attempts.result("cannot report on the error", partial(self._explain, trainer, pl_module, exception))
         self._end(trainer)
 

@@ -168,6 +168,22 @@ def test_out_of_memory_is_explained_and_goes_on(tmp_path: Path, steps: int, when
     assert "`layer" in page
 
 
+def test_out_of_memory_outside_of_fit_is_not_explained_by_a_fit(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Wide(TinyLM):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    run = make_trainer(tmp_path, callbacks=[MemoryProfiler(picture=False)])
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            run.validate(Wide(), texts())
+        run.fit(TinyLM(), texts())
+    assert not [warning for warning in recwarn if "MemoryProfiler" in str(warning.message)]
+    assert not list((tmp_path / "memory").glob("*.md"))
+
+
 def test_another_error_leaves_no_page(tmp_path: Path) -> None:
     class Wrong(TinyLM):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
