@@ -51,8 +51,8 @@ class AdapterMerger(Callback):
     The module must contain a ``peft.PeftModel`` or, for full fine-tuning, a ``transformers.PreTrainedModel`` (the extra
     ``peft``); its ``tokenizer``, where it has one, is saved with the weights. A module that writes its trainable
     parameters itself needs neither: it has a method ``save_adapter(folder, state_dict)``, which gets the full weights
-    by name where they are sharded. Of several models, those whose weights are all frozen (a teacher, a reward model) are
-    passed over; a warning names what is trained and not written.
+    by name where they are sharded. Of several models, frozen ones (a teacher, a reward model) are passed over; a
+    warning names what is trained and not written.
 
     Folders are written atomically. A tuning method that cannot be merged is an error when training starts. During
     training, a model that cannot be written or fails its check is a warning; at the end it is an error. Schedule-free
@@ -103,22 +103,12 @@ class AdapterMerger(Callback):
         if self.merged_dir is not None:
             if is_quantized(model.get_base_model() if is_peft(model) else model):
                 raise ValueError(
-                    f"merged_dir={str(self.merged_dir)!r}, but the base is quantized, and there are two ways to merge into "
-                    "it; leave merged_dir out, and merge after training by lit_callbacks.merging.save_merged(model, folder, "
-                    "quantized_base='dequantize' or 'keep')"
+                    f"merged_dir={str(self.merged_dir)!r}, but the base is quantized, and there are two ways to merge "
+                    "into it; leave merged_dir out, and merge after training by "
+                    "lit_callbacks.merging.save_merged(model, folder, quantized_base='dequantize' or 'keep')"
                 )
             check_mergeable(model)
-        written, *others = find_models(pl_module) or [""]
-        if others:
-            rank_zero_warn(
-                f"AdapterMerger writes {written!r}, and not {', '.join(map(repr, others))}, which is trained too; give "
-                f"{type(pl_module).__name__} a method save_adapter(folder, state_dict) that writes all"
-            )
-        if (tokenizer := tokenizer_of(pl_module)) is not None and _saved_tokenizer(pl_module) is None:
-            rank_zero_warn(
-                f"AdapterMerger writes no tokenizer: {type(tokenizer).__name__} has no method save_pretrained; give one "
-                "of transformers, or write it by texts="
-            )
+        _warn_of_what_is_not_written(pl_module)
         if self.on_best and not _monitored(trainer):
             rank_zero_warn(
                 "AdapterMerger(on_best=True) writes nothing on the way: no ModelCheckpoint has a monitor; give one, as "
@@ -240,6 +230,20 @@ def _no_texts(*_: object) -> dict[str, str]:
 
 def _adapter_writer(module: LightningModule, model: Any) -> Callable[..., object]:
     return module.save_adapter if isinstance(module, SavesAdapter) else partial(write_adapter, model)
+
+
+def _warn_of_what_is_not_written(module: LightningModule) -> None:
+    written, *others = find_models(module) or [""]
+    if others:
+        rank_zero_warn(
+            f"AdapterMerger writes {written!r}, and not {', '.join(map(repr, others))}, which is trained too; give "
+            f"{type(module).__name__} a method save_adapter(folder, state_dict) that writes all"
+        )
+    if (tokenizer := tokenizer_of(module)) is not None and _saved_tokenizer(module) is None:
+        rank_zero_warn(
+            f"AdapterMerger writes no tokenizer: {type(tokenizer).__name__} has no method save_pretrained; give one of "
+            "transformers, or write it by texts="
+        )
 
 
 def _saved_tokenizer(module: LightningModule) -> "PreTrainedTokenizerBase | None":

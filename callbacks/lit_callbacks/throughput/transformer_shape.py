@@ -42,8 +42,8 @@ class TransformerShape:
     def of(cls, model: nn.Module) -> "TransformerShape | None":
         """Shape of the only transformer within a module; None if no config has layers and attention heads.
 
-        None too where a count of tokens does not tell the FLOPs: an encoder with a decoder, or several transformers (text
-        and images, teacher and student).
+        None too where a count of tokens does not tell the FLOPs: an encoder with a decoder, or several transformers
+        (text and images, teacher and student).
         """
         shapes: dict[int, TransformerShape] = {}
         for module in model.modules():

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lit_callbacks import AdapterMerger
-from lit_callbacks.export.merging import find_models, unsplit
+from lit_callbacks.export.merging import find_models, save_merged, unsplit
 from plain_modules import VOCABULARY, make_trainer, texts
 from ranks import on_ranks
 
@@ -181,6 +181,18 @@ def test_an_adapter_with_a_name_is_where_peft_reads_it(tmp_path: Path) -> None:
     assert {n: p for n, p in whole.named_parameters() if "lora_" in n}.keys() == module.steps[-1].keys()
     for name, weight in module.steps[-1].items():
         assert torch.equal(whole.get_parameter(name), weight), name
+
+
+def test_an_adapter_with_a_name_is_merged_into_a_quantized_base(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base().save_pretrained(tmp_path / "base")
+    in_4_bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=in_4_bits)
+    model = peft.get_peft_model(quantized, lora(), "student").eval()
+    save_merged(model, tmp_path / "merged", quantized_base="dequantize")
+    ids = torch.arange(6)[None]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 class Distilled(Adapted):
