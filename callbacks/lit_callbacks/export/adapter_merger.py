@@ -236,8 +236,8 @@ def _warn_of_what_is_not_written(module: LightningModule) -> None:
     written, *others = find_models(module) or [""]
     if others:
         rank_zero_warn(
-            f"AdapterMerger writes {written!r}, and not {', '.join(map(repr, others))}, which is trained too; give "
-            f"{type(module).__name__} a method save_adapter(folder, state_dict) that writes all"
+            f"AdapterMerger writes {written!r}, and not {', '.join(map(repr, others))}, which is trained too; save "
+            f"it in on_train_end of {type(module).__name__}"
         )
     if (tokenizer := tokenizer_of(module)) is not None and _saved_tokenizer(module) is None:
         rank_zero_warn(

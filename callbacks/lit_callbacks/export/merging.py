@@ -420,6 +420,11 @@ def check_mergeable(
         raise ValueError(
             f"{type(model).__name__} holds no model of peft or transformers that could be merged; leave merged_dir out"
         )
+    if not is_peft(model) and _has_adapters(model):
+        raise ValueError(
+            f"{type(model).__name__} has adapters that no peft.PeftModel holds (inject_adapter_in_model, add_adapter), "
+            "which cannot be merged; make them by peft.get_peft_model, or leave merged_dir out and save them yourself"
+        )
     if is_peft(model) and not isinstance(model.base_model, Merges):
         method = model.active_peft_config.peft_type.value
         raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
@@ -429,6 +434,14 @@ def check_mergeable(
             "is none; leave merged_dir out, and merge by the adapter's own merge_and_unload()"
         )
     check_quantized_base(is_quantized(model.get_base_model() if is_peft(model) else model), dtype, quantized_base)
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ModuleNotFoundError:
+        return False
+    return any(isinstance(part, BaseTunerLayer) for part in model.modules())
 
 
 def _is_causal(base: nn.Module) -> bool:

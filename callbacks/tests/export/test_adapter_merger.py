@@ -159,6 +159,13 @@ def test_what_is_no_causal_model_is_refused_before_training(tmp_path: Path, make
         make_trainer(tmp_path, callbacks=[merger]).fit(module, texts())
 
 
+def test_adapters_without_a_peft_model_are_refused_before_training(tmp_path: Path) -> None:
+    module = Classifier(peft.inject_adapter_in_model(lora(), base()))
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has adapters that no peft.PeftModel holds"):
+        make_trainer(tmp_path, callbacks=[merger]).fit(module, texts())
+
+
 def test_a_merge_into_a_quantized_base_is_refused_with_what_works(tmp_path: Path) -> None:
     module = Adapted(lora())
     module.model.get_base_model().is_quantized = True
@@ -221,7 +228,7 @@ def test_a_second_model_that_is_trained_is_named(tmp_path: Path) -> None:
     module = Distilled(base(), base())
     merger = AdapterMerger(tmp_path / "adapter")
     with pytest.warns(
-        UserWarning, match="writes 'other', and not 'model', which is trained too; give Distilled a method"
+        UserWarning, match="writes 'other', and not 'model', which is trained too; save it in on_train_end of"
     ):
         make_trainer(tmp_path, callbacks=[merger], max_steps=1).fit(module, texts())
 
