@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
 from lit_callbacks.internals.transformers_internals import attention_implementation as attention_implementation
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
@@ -48,6 +50,30 @@ def mark_expert_parallel(experts: nn.Module) -> None:
 def decoder_layer_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes of a model's decoder layers: those that must stay whole where a model is split."""
     return set(model._no_split_modules or [])
+
+
+def outline_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Outline of a model that is loaded in ``dtype``: the dtype of each weight, on the meta device, and some buffers.
+
+    Some weights stay in fp32 in any dtype: those that the model's class names, and those that its code creates in fp32.
+    Buffers that no file has are computed in ``dtype``, and have values: the scale of Gemma's embeddings is rounded to
+    it. The steps are those of the function that loads.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import build_glob_alternation
+
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype, trust_remote_code=False)
+    for name, buffer in list(outline.named_non_persistent_buffers()):
+        owner, _, own_name = name.rpartition(".")
+        setattr(outline.get_submodule(owner), own_name, torch.empty_like(buffer, device="cpu"))
+    outline.initialize_weights()
+    if kept := outline._get_dtype_plan(dtype):
+        pattern, names, _ = build_glob_alternation(list(kept))
+        for name, tensor in [*outline.named_parameters(), *outline.named_buffers()]:
+            if tensor.is_meta and (found := pattern.search(name)) is not None:
+                tensor.data = tensor.data.to(kept[names[str(found.lastgroup)]])
+    return outline
 
 
 def calls_attention_interface(module: nn.Module) -> bool:

@@ -12,6 +12,9 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.export.base_files import BaseFiles
+from lit_callbacks.internals.transformers_internals import names_in_model
 from lit_callbacks.output.heartbeat import heartbeat
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -33,6 +36,7 @@ from lit_ft.errors import LIBRARY_ERRORS, NoSuchModel, RecipeError, explained, f
 from lit_ft.internals.transformers import (
     attention_functions,
     decoder_layer_classes,
+    outline_in,
     with_decoder,
     without_report_of_unused,
 )
@@ -51,6 +55,8 @@ WEIGHT_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, SafetensorError, 
 _LEAST_VOCABULARY = 8
 """Smallest vocabulary of a tokenizer. Without its file, transformers builds one of a few special tokens."""
 Init = Literal["pretrained", "random"]
+Reading = tuple[PreTrainedModel, dict[str, set[str]]]
+"""A model, and transformers' report of what was missing in its files."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -278,18 +284,12 @@ def _read(
 ) -> PreTrainedModel:
     check_weight_files(pretrained)
     options = quantized_base.reading_options(config, quantization)
-    casts_later = deferred_cast.is_wanted() and dtype != "auto" and "device_map" not in options
+    options = {**options, "config": config, "attn_implementation": attention}
     try:
-        with heartbeat(f"reading the weights of {pretrained}"), without_report_of_unused():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                pretrained,
-                config=config,
-                dtype="auto" if casts_later or dtype == "auto" else getattr(torch, dtype),
-                attn_implementation=attention,
-                output_loading_info=True,
-                trust_remote_code=False,
-                **options,
-            )
+        if deferred_cast.is_wanted() and dtype != "auto" and "device_map" not in options:
+            model, report = _read_to_cast_later(pretrained, getattr(torch, dtype), options)
+        else:
+            model, report = _read_in(pretrained, "auto" if dtype == "auto" else getattr(torch, dtype), options)
     except WEIGHT_ERRORS as error:
         raise RecipeError(
             f"model.pretrained={pretrained!r} has no weights that load ({first_line(error)}); add "
@@ -303,10 +303,42 @@ def _read(
     model.train()
     if not deferred_cast.is_wanted():  # otherwise the strategy checks each rank's shards
         finite_weights.check_base(model, pretrained)
-    if casts_later:
-        deferred_cast.mark(model, getattr(torch, dtype))
     quantized_base.prepare_for_training(model)
     return model
+
+
+def _read_in(pretrained: str, dtype: torch.dtype | Literal["auto"], options: dict[str, object]) -> Reading:
+    with heartbeat(f"reading the weights of {pretrained}"), without_report_of_unused():
+        read: Reading = AutoModelForCausalLM.from_pretrained(
+            pretrained, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
+        )
+        return read
+
+
+def _read_to_cast_later(pretrained: str, dtype: torch.dtype, options: dict[str, object]) -> Reading:
+    """Read a model in the dtype of its files, and mark its final dtypes; with files of several dtypes, cast at once."""
+    model, report = _read_in(pretrained, "auto", options)
+    of_files = _dtypes_of_files(model)
+    if of_files:
+        if len(of_files) > 1 and dtype not in of_files:
+            found = " and ".join(sorted(map(str, of_files)))
+            rank_zero_info(
+                f"model.pretrained={pretrained!r}: its files have weights in {found}: until it is sharded, each rank "
+                f"holds the whole model in {dtype}; save it in one dtype to avoid that"
+            )
+        model, report = _read_in(pretrained, of_files.pop() if len(of_files) == 1 else dtype, options)
+    deferred_cast.mark(model, outline_in(model, dtype))
+    return model, report
+
+
+def _dtypes_of_files(model: PreTrainedModel) -> set[torch.dtype]:
+    """Dtypes of the weights in a model's files if it has lost digits of them: its config named another dtype."""
+    files, own = BaseFiles.of(model), model.state_dict()
+    dtypes = {} if files is None else files.float_dtypes()
+    names = names_in_model(model, dtypes)
+    read_in = {name: tensor.dtype if (tensor := own.get(names[name])) is not None else model.dtype for name in dtypes}
+    is_exact = all(torch.promote_types(dtype, read_in[name]) == read_in[name] for name, dtype in dtypes.items())
+    return set() if is_exact else set(dtypes.values())
 
 
 def skeleton(pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None = None) -> PreTrainedModel:

@@ -191,15 +191,18 @@ def wrap_in_final_dtype(
     else:  # LLaMA-Adapter adds its prompts without BaseTuner's steps
         deferred_cast.cast(base)
         wrapped = wrap()
-    _cast_copies(wrapped, next(filter(None, map(deferred_cast.final_dtype, base.parameters()))), in_float32)
+    _cast_copies(wrapped, in_float32)
     return wrapped
 
 
-def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None:
+def _cast_copies(model: nn.Module, in_float32: bool) -> None:
     """Cast the copies that ``modules_to_save`` and trainable tokens have made of base weights in their file's dtype."""
     for wrapper in (module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)):
-        for tensor in [*wrapper.parameters(), *wrapper.buffers()]:
-            if tensor.is_floating_point() and deferred_cast.final_dtype(tensor) is None:
+        dtypes = {name: deferred_cast.final_dtype(p) for name, p in wrapper.original_module.named_parameters()}
+        for name, tensor in [*wrapper.named_parameters(), *wrapper.named_buffers()]:
+            of_rows = isinstance(wrapper, TrainableTokensWrapper)
+            dtype = dtypes.get("weight" if of_rows else name.removeprefix("modules_to_save.default."))
+            if dtype is not None and tensor.is_floating_point() and deferred_cast.final_dtype(tensor) is None:
                 tensor.data = tensor.data.to(dtype)
         cast_adapter_dtype(wrapper, "default", in_float32)  # trainable tokens only: PEFT does not cast modules_to_save
 

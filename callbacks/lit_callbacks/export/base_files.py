@@ -90,6 +90,14 @@ class BaseFiles:
         """Whether the weights in the files are quantized."""
         return _json(self.folder).get("quantization_config") is not None
 
+    def float_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes of the floating-point tensors by their published names; the tensors are not read."""
+        dtypes: dict[str, torch.dtype] = {}
+        for file in set(self.tensors.values()):
+            with opened(file) as weights:
+                dtypes |= {name: weights.tensor(name).dtype for name in weights.names}
+        return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+
     def unused_parts(self, model: "PreTrainedModel") -> list[str]:
         """Names of the tensors that a model does not read, without the scales of quantized weights that it reads.
 

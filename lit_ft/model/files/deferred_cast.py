@@ -30,11 +30,19 @@ def is_wanted() -> bool:
     return _is_wanted.get()
 
 
-def mark(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store the final dtype of a model's floating-point weights as their attribute ``cast_to``."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
+def mark(model: nn.Module, outline: nn.Module) -> None:
+    """Store the final dtypes of a model's weights as their attribute ``cast_to``, and give its buffers theirs now.
+
+    Args:
+        model: model with the dtype of its files.
+        outline: the same model with its final dtypes, on the meta device. Buffers that are not there are taken over.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != (dtype := outline.get_parameter(name).dtype):
             parameter.cast_to = dtype  # type: ignore[attr-defined]
+    for name, buffer in model.named_buffers():
+        if buffer.dtype != (final := outline.get_buffer(name)).dtype:
+            buffer.data = (buffer if final.is_meta else final).to(buffer.device, final.dtype)
 
 
 def final_dtype(tensor: Tensor) -> torch.dtype | None:
