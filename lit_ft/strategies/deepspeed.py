@@ -208,8 +208,29 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     ) -> tuple["DeepSpeedEngine", Optimizer]:
         if optimizer is not None:
             self.check_optimizer(optimizer)
+            self._check_dtypes(optimizer)
             self._order = [list(group["params"]) for group in optimizer.param_groups]
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+
+    def _check_dtypes(self, optimizer: Optimizer) -> None:
+        """Refuse trained weights of several dtypes, which the engine joins into one tensor.
+
+        Raises:
+            RecipeError: there are some; the message names what gives them one dtype.
+        """
+        groups = [{parameter.dtype for parameter in group["params"]} for group in optimizer.param_groups]
+        joined = [set().union(*groups)] if self.zero_stage_3 else groups  # before stage 3, each group is one tensor
+        if mixed := [dtypes for dtypes in joined if len(dtypes) > 1]:
+            advice = "model.dtype=float32" if self._trains_base() else "model.adapter_dtype=auto"
+            raise RecipeError(
+                f"trainer.strategy=DeepSpeedStrategy: stage={zero_config.stage_of(self.config)} trains weights of one "
+                f"dtype, and here they are in {' and '.join(sorted(map(str, mixed[0])))}; set {advice} or "
+                "trainer.precision=bf16-true, or take lit_ft.strategies.FSDPStrategy, which trains each in its own"
+            )
+
+    def _trains_base(self) -> bool:
+        spec = spec_of(self._module)
+        return spec is None or spec.tuning.peft is None
 
     def _keep_head_whole(self) -> None:
         """Keep the head gathered for the full duration of each step, instead of gathering it in every call.

@@ -141,6 +141,13 @@ class ExpertLoad(Metric):
         self.experts = [layer.count for layer in layers]
         for layer_index, layer in enumerate(layers):
             layer.module.register_forward_pre_hook(partial(self._before_experts, layer_index), with_kwargs=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again with zero tokens."""
+        super().reset()
+        # Counts of the other ranks are added: torchmetrics would warn on a pipeline stage that has no experts.
+        self.update(0, torch.empty(0, dtype=torch.int64, device=self.counts.device))
 
     @classmethod
     def of(cls, base: nn.Module) -> "ExpertLoad | None":
