@@ -263,7 +263,7 @@ def _draw(
     pretrained: str, config: PretrainedConfig, dtype: Dtype, attention: str, overrides: Overrides | None
 ) -> PreTrainedModel:
     config.quantization_config = None  # random weights are dense, even if the checkpoint is quantized
-    of_weights = _dtype_of_weights(config, dtype)
+    of_weights = dtype_of_weights(config, dtype)
     size_check.check_memory(skeleton(pretrained, overrides=overrides), of_weights, _named(pretrained))
     with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
         model = AutoModelForCausalLM.from_config(
@@ -349,10 +349,11 @@ def skeleton(pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None
         torch.device("meta"),
         explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)),
     ):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=_dtype_of_weights(config, dtype))
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype_of_weights(config, dtype))
 
 
-def _dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
+def dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
+    """Dtype that a base is loaded in; ``auto`` is that of its config."""
     return (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 

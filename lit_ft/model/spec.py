@@ -120,6 +120,10 @@ class ModelSpec:
         if unused := self.unused_tensors(skeleton):
             rank_zero_info(f"model.pretrained={self.pretrained!r}: {unused}")
 
+    def weights_dtype(self) -> torch.dtype:
+        """Dtype of most of the base's weights; some may stay in fp32."""
+        return loading.dtype_of_weights(self.config, self.dtype)
+
     def unused_tensors(self, model: PreTrainedModel) -> str:
         """Sentence on what the weight files hold that the model does not use; empty if that is nothing.
 

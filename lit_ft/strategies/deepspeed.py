@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.distributed.gather import full_weights, is_zero3
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
 from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls, zero_gradient_buffer
 from lit_ft.internals.torch import without_forward_hooks
+from lit_ft.internals.transformers import outline_in
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_layers
 from lit_ft.model.spec import ModelSpec
@@ -159,8 +161,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         base = self._base()
         if self.precision_plugin.precision != "32-true" or base is None:
             return self.config
-        dtype = (base.config.dtype or torch.float32) if base.dtype == "auto" else getattr(torch, base.dtype)
-        key = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+        key = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(base.weights_dtype())
         return self.config if key is None else {**self.config, key: {"enabled": True}}
 
     def _base(self) -> ModelSpec | None:
@@ -181,12 +182,26 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._name_rounded_weights()
         (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
         if self.zero_stage_3:
             self._keep_head_whole()
             self._gather_with_layers()
             wrap_answer(self._module, self._answer_in_engine)
         self.barrier()
+
+    def _name_rounded_weights(self) -> None:
+        """Print which weights stage 3 has read in half precision that all other strategies keep in fp32."""
+        base, spec = self._model_of_run(), self._base()
+        if base is None or spec is None or not is_zero3(next(base.parameters())):
+            return
+        dtype = spec.weights_dtype()
+        kept = [name for name, weight in outline_in(base, dtype).named_parameters() if weight.dtype != dtype]
+        if kept and self.precision_plugin.precision == "32-true":
+            rank_zero_warn(
+                f"DeepSpeedStrategy: stage=3 reads all weights in {dtype}, also {len(kept):,} that stay in float32 "
+                f"with other strategies ({', '.join(kept[:2])}, ...): losses differ where that rounds them"
+            )
 
     def _answer_in_engine(self, answer: Answer) -> Answer:
         def run(prompts: Sequence[str], max_new_tokens: int) -> Sequence[str]:

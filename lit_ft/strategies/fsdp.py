@@ -17,7 +17,7 @@ from lit_ft.planning.layout import Layout
 from lit_ft.strategies.module_calls import gather_in_answer
 from lit_ft.strategies.parallel.mesh import MeshSizes, base_of
 from lit_ft.strategies.separate_dtypes import shard_by_dtype
-from lit_ft.strategies.sharded import ShardedStrategy, check_shared
+from lit_ft.strategies.sharded import ShardedStrategy, check_mixers, check_shared
 from lit_ft.training.spec import spec_of
 from lit_ft.tuning.compatibility import check_situation
 
@@ -137,6 +137,8 @@ class FSDPStrategy(ShardedStrategy):
         self._cast_to_trained_dtype(module)
         # Embedding and head are needed at the start and at the end of every pass: they stay gathered in between.
         shard_by_dtype(module, partial(shard, reshard_after_forward=False))
+        if spec_of(module) is not None:
+            check_mixers(base_of(module))
         gather_in_answer(module)
 
     def layout(self) -> Layout:

@@ -49,7 +49,7 @@ from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
 from lit_ft.strategies.parallel.tied_embeddings import TiedEmbeddings
 from lit_ft.strategies.separate_dtypes import shard_by_dtype
-from lit_ft.strategies.sharded import ShardedStrategy, T, check_shared
+from lit_ft.strategies.sharded import ShardedStrategy, T, check_mixers, check_shared
 
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
 
@@ -296,6 +296,7 @@ class ModelParallelStrategy(ShardedStrategy):
         reshard = self.reshard_after_forward and not stages
         for layer in layers:
             shard_by_dtype(layer, partial(shard, reshard_after_forward=reshard))
+        check_mixers(self._base)
         roots: Sequence[nn.Module] = stages or [module]
         for root in roots:
             shard_by_dtype(root, partial(shard, reshard_after_forward=False))

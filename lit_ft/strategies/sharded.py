@@ -32,7 +32,10 @@ from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import local, norms
 from lit_ft.internals.torch import clear_mesh_caches
+from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model.files import deferred_cast, finite_weights
+from lit_ft.model.isolation import token_mixers
+from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.layout import Layout
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.optimizers import compatibility as optimizer_support
@@ -56,6 +59,26 @@ def check_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
                     f"{name} shares a weight with a layer, and each layer is sharded by itself; take "
                     "trainer.strategy=ddp, or lit_ft.strategies.DeepSpeedStrategy with stage=2"
                 )
+
+
+def check_mixers(base: PreTrainedModel) -> None:
+    """Refuse sharded parts within a module that is called once per sample: ranks with more samples would wait forever.
+
+    Such a part has trained weights of another dtype than its layer (``separate_dtypes``).
+
+    Raises:
+        RecipeError: there is one; the message names it.
+    """
+    for mixer in (mixer for layer in decoder_layers(base) for mixer in token_mixers.mixers(layer, in_layer=True)):
+        inner = [name for name, part in mixer.named_modules() if isinstance(part, FSDPModule) and part is not mixer]
+        if inner and not token_mixers.isolates(base, mixer):
+            attention = attention_implementation(base.config)
+            raise RecipeError(
+                f"{inner[0]} in {type(mixer).__name__} trains weights of another dtype than the rest of its layer, and "
+                f"is called sample by sample with attn_implementation={attention}, which cannot be sharded; set "
+                "model.attn_implementation=auto, model.dtype=float32 or trainer.precision=bf16-true, or take "
+                "trainer.strategy=ddp"
+            )
 
 
 class ShardedStrategy(LightningModelParallelStrategy):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from architectures import save_model
 from compared_strategies import assert_same
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
@@ -581,6 +583,44 @@ def fit_and_compare_linear(folder: str) -> bool:
 def test_stage_3_leaves_torchs_linear_as_it_was(folders: Any) -> None:
     """It adds biases in place, so that a later run in the process with selective checkpointing would be wrong."""
     assert on_ranks(2, fit_and_compare_linear, folders(), timeout=90) == [True, True]
+
+
+def fit_in_two_dtypes(folder: str, stage: int) -> str:
+    """What a run says that trains routers in fp32 and the rest in bf16, or LoRA in fp32 beside norms in bf16."""
+    beside = peft.LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM")
+    module = CausalLM(folder, peft=beside if stage == 3 else None, dtype="bfloat16")
+    with pytest.raises(RecipeError) as caught:
+        trainer_with(zero(stage), devices=1, max_steps=1).fit(
+            module, TextDataModule(f"{folder}/rows.json", max_length=96)
+        )
+    return str(caught.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("stage", "advice"), [(2, "model.dtype=float32"), (3, "model.adapter_dtype=auto")])
+def test_trained_weights_of_two_dtypes_are_refused(tmp_path: Path, write_rows: Any, stage: int, advice: str) -> None:
+    folder = save_model("deepseek_v3", tmp_path, layers=2)
+    write_rows(count=8)
+    [said] = on_ranks(1, fit_in_two_dtypes, folder, stage, timeout=90)
+    assert f"stage={stage} trains weights of one dtype, and here they are in torch.bfloat16 and torch.float32" in said
+    assert f"set {advice} or trainer.precision=bf16-true" in said
+
+
+def said_of_rounded_weights(folder: str) -> list[str]:
+    trainer = trainer_with(zero(3), devices=1, max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(CausalLM(folder, dtype="bfloat16"), TextDataModule(f"{folder}/rows.json", max_length=96))
+    return [str(one.message) for one in caught if "stage=3 reads all weights" in str(one.message)]
+
+
+@pytest.mark.processes
+def test_stage_3_names_the_weights_that_it_rounds(tmp_path: Path, write_rows: Any, folders: Any) -> None:
+    folder = save_model("deepseek_v3", tmp_path, layers=2)
+    write_rows(count=8)
+    [[said]] = on_ranks(1, said_of_rounded_weights, folder, timeout=90)
+    assert "in torch.bfloat16, also 1 that stay in float32 with other strategies (model.layers.1.mlp.gate.wei" in said
+    assert on_ranks(1, said_of_rounded_weights, folders(), timeout=90) == [[]]
 
 
 def test_selective_checkpointing_is_refused_at_stage_3() -> None:

@@ -24,10 +24,11 @@ from ranks import LiveRanks, on_ranks
 from shared_fixtures import make_tokenizer, record_cell, tiny_qwen2
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
+from transformers import BitsAndBytesConfig, Gemma4ForCausalLM, GPT2Config, GPT2LMHeadModel
 from turns import EVERY_CASE, in_turn, some_of
 
 from benchmarks.parallel.parallel_bytes import ranks_of
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
@@ -874,6 +875,16 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
     assert "styles ['sideways'], which are not supported" in refused(
         capsys, tmp_path, *model, f"{S}tensor_parallel_size=2", f"{S}tp_plan={plan}"
     )
+
+
+@pytest.mark.usefixtures("no_process_starts")
+def test_layers_that_read_more_than_hidden_states_are_in_no_pipeline(capsys: Any, tmp_path: Path) -> None:
+    config = tiny_config("gemma4_text", vocab_size=384)
+    Gemma4ForCausalLM(config).save_pretrained(tmp_path / "gemma4")
+    make_tokenizer().save_pretrained(tmp_path / "gemma4")
+    model = ["--model.pretrained", str(tmp_path / "gemma4"), "--model.peft=null", "--trainer.devices=2"]
+    said = refused(capsys, tmp_path, *model, "--merge=false", f"{S}pipeline_parallel_size=2")
+    assert "Gemma4ForCausalLM gives each layer more than the hidden states of the one before (embed_tokens_per_" in said
 
 
 def test_a_fit_uses_no_process_group_of_an_earlier_plan(

@@ -21,6 +21,14 @@ def is_encoder_decoder(config: PretrainedConfig) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
+def layer_configs(config: object) -> list[object]:
+    """Config of each layer, which may depart from the model's (Gemma 4); empty for a config without layers."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return []
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * layers  # type: ignore[attr-defined]
+
+
 def ties_embeddings(config: PretrainedConfig) -> bool:
     """Whether a config ties the output head to the input embedding; not all configs have the entry."""
     return bool(getattr(config, "tie_word_embeddings", False))

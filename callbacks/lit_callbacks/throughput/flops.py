@@ -154,12 +154,12 @@ def _attention(shape: TransformerShape, first: Position, trainable: Mapping[str,
                 part for part, names in _PROJECTIONS.items() if _FUSED.search(name) or re.search(names, name)
             }
     total: dict[int | None, float] = defaultdict(float)
-    for layer, kind in enumerate(shape.layer_kinds):
+    for layer, (kind, width) in enumerate(zip(shape.layer_kinds, shape.attention_widths, strict=True)):
         if kind is not None and "attention" in kind and "linear" in kind:
             continue  # linear attention: its cost is in its weights
         below = first < (layer, _ATTENTION_INPUTS, 0)
         q, k, v = (below or part in trained[layer] for part in "qkv")
         products = 2 + v + (q or k) + q + k
         window = None if kind == "full_attention" else shape.sliding_window
-        total[window] += 2 * products * shape.attention_width
+        total[window] += 2 * products * width
     return dict(total)

@@ -6,6 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from lit_callbacks.internals.transformers_internals import layer_configs
+
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Entries that may hold the number of experts of a layer; which one depends on the model."""
 
@@ -31,8 +33,8 @@ class TransformerShape:
 
     layer_kinds: Sequence[str | None]
     """Kind of attention of each layer; None where the config does not tell."""
-    attention_width: int
-    """Elements of all query heads together."""
+    attention_widths: Sequence[int]
+    """Elements of all query heads of each layer together."""
     sliding_window: int | None
     """Width of sliding-window attention in tokens."""
     share_of_experts: float
@@ -49,24 +51,29 @@ class TransformerShape:
         for module in model.modules():
             config: Any = module.config if isinstance(module, HasConfig) else None
             config = config.get_text_config() if isinstance(config, HasTextConfig) else config
-            layers, heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
-            if layers is not None and heads is not None:
+            layers = layer_configs(config)
+            if layers and all(_integer(layer, "num_attention_heads") is not None for layer in layers):
                 if _value(config, "is_encoder_decoder"):
                     return None
-                shapes[id(config)] = cls._of_config(config, layers, heads)
+                shapes[id(config)] = cls._of_config(config, layers)
         return next(iter(shapes.values())) if len(shapes) == 1 else None
 
     @classmethod
-    def _of_config(cls, config: Any, layers: int, heads: int) -> "TransformerShape":
-        head_width = _integer(config, "head_dim") or config.hidden_size // heads
-        experts = next((count for name in _EXPERT_COUNTS if (count := _integer(config, name) or 0) > 0), 1)
-        used = _integer(config, "num_experts_per_tok")
+    def _of_config(cls, config: Any, layers: Sequence[Any]) -> "TransformerShape":
+        first = layers[0]
+        experts = next((count for name in _EXPERT_COUNTS if (count := _integer(first, name) or 0) > 0), 1)
+        used = _integer(first, "num_experts_per_tok")
         return cls(
-            layer_kinds=_value(config, "layer_types") or [None] * layers,
-            attention_width=heads * head_width,
-            sliding_window=_integer(config, "sliding_window"),
+            layer_kinds=_value(config, "layer_types") or [None] * len(layers),
+            attention_widths=[_attention_width(layer) for layer in layers],
+            sliding_window=_integer(first, "sliding_window"),
             share_of_experts=1.0 if used is None else used / experts,
         )
+
+
+def _attention_width(layer: Any) -> int:
+    heads: int = layer.num_attention_heads
+    return heads * (_integer(layer, "head_dim") or layer.hidden_size // heads)
 
 
 def _value(config: object, name: str) -> Any:

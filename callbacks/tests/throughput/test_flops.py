@@ -107,6 +107,15 @@ def test_a_sliding_window_limits_the_pairs() -> None:
     assert formula.per_pair == {8: 3 * 12 * 64}
 
 
+def test_layers_may_have_heads_of_other_widths() -> None:
+    transformers = pytest.importorskip("transformers", "5.24")
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(**SIZES, **HEADS, head_dim=8, global_head_dim=16, layer_types=kinds)
+    formula = TransformerFlops.of(transformers.Gemma4ForCausalLM(config))
+    assert formula is not None
+    assert formula.per_pair == {config.sliding_window: 2 * 12 * 4 * 8, None: 12 * 4 * 16}
+
+
 def test_a_model_on_the_meta_device_has_the_same_formula() -> None:
     with torch.device("meta"):
         skeleton = tiny("mixtral")

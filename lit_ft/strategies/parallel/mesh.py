@@ -173,6 +173,14 @@ class ParallelDims:
                 f"pipeline_parallel_size={sizes.pipeline}: Hugging Face does not say how {type(base).__name__} "
                 "is split into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
             )
+        planned = {name.rpartition(".")[2] for name in base.pp_plan or ()}
+        parts_with_weights = {name.partition(".")[0] for name, _ in decoder_of(base).named_parameters()}
+        if beside := sorted(parts_with_weights - planned):
+            raise RecipeError(
+                f"pipeline_parallel_size={sizes.pipeline}: {type(base).__name__} gives each layer more than the hidden "
+                f"states of the one before ({', '.join(beside)}), which stages do not pass on; use "
+                "tensor_parallel_size and data_parallel_size"
+            )
         head = base.get_output_embeddings()
         stages = self.layers_of_stages(sizes, base)
         for number, of_stage in enumerate(stages):
