@@ -68,6 +68,7 @@ MORE_EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 """Mixture-of-experts models that only the tests of experts build."""
+RECURRENT: dict[str, dict[str, Any]] = {"nemotron_h": {}}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Target modules of adapters that leave out the experts."""
 
@@ -75,7 +76,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def save_model(architecture: str, folder: Path, layers: int = 4) -> str:
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    own = {**OWN, **REFUSED, **MORE_EXPERTS}[architecture]
+    own = {**OWN, **REFUSED, **MORE_EXPERTS, **RECURRENT}[architecture]
     config = AutoConfig.for_model(architecture, **{**COMMON, "num_hidden_layers": layers, **ids, **own})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

@@ -67,7 +67,8 @@ def outline_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for name, buffer in list(outline.named_non_persistent_buffers()):
         owner, _, own_name = name.rpartition(".")
         setattr(outline.get_submodule(owner), own_name, torch.empty_like(buffer, device="cpu"))
-    outline.initialize_weights()
+    with torch.random.fork_rng(devices=[]):  # a read weight draws nothing
+        outline.initialize_weights()
     if kept := outline._get_dtype_plan(dtype):
         pattern, names, _ = build_glob_alternation(list(kept))
         for name, tensor in [*outline.named_parameters(), *outline.named_buffers()]:

@@ -45,6 +45,7 @@ def check_same(later: nn.Module, at_once: nn.Module) -> None:
         ("gemma2", "float32", "bfloat16", set()),
         ("deepseek_v3", "float32", "bfloat16", {"model.layers.1.mlp.gate.weight"}),
         ("deepseek_v3", "bfloat16", "float16", {"model.layers.1.mlp.gate.weight"}),
+        ("nemotron_h", "bfloat16", "float32", set()),  # its initial values are drawn
         ("gpt_oss", "bfloat16", "float16", {"model.norm.weight", "model.layers.0.input_layernorm.weight"}),
     ],
 )
@@ -54,8 +55,10 @@ def test_weights_and_buffers_are_those_of_a_base_that_is_cast_at_once(
     folder = save_model(architecture, tmp_path, layers=2)
     AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, of_files)).save_pretrained(folder)
     at_once = load_base(folder, dtype=dtype, attn_implementation="eager").eval()
+    draws = torch.random.get_rng_state()
     with deferred_cast.casting_later():
         later = load_base(folder, dtype=dtype, attn_implementation="eager").eval()
+    assert torch.equal(torch.random.get_rng_state(), draws)
     assert getattr(torch, of_files) in {parameter.dtype for parameter in later.parameters()}
     deferred_cast.cast(later)
     check_same(later, at_once)
