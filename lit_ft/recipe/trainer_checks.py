@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_ft.errors import RecipeError
+from lit_ft.recipe.other_trainers import CLASSES
 from lit_ft.recipe.value_errors import shortened
 
 
@@ -26,22 +28,18 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
     except (ImportError, ValueError, TypeError, MisconfigurationException) as error:
         is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
         advice = "; give a number of devices from 1 on, or auto" if "devices" in str(error) else ""
-        if "invalid strategy name" in str(error):
-            advice = "; write auto, ddp, or a class of lit_ft.strategies, e.g. --config recipes/strategies/fsdp.yaml"
-        elif is_absent:
+        if is_absent:
             advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu"
         raise RecipeError(f"trainer: {shortened(str(error), 400).rstrip('.')}{advice}") from error
 
 
-def check_strategy(strategy: object) -> None:
-    """Refuse a class that is given as a text, processes that take pickled objects, and Lightning's DeepSpeed on CPUs.
-
-    Model and data of a recipe cannot be pickled, and DeepSpeed's ranks would fail one by one.
+def check_strategy_name(strategy: object) -> None:
+    """Refuse the name of a strategy that there is not, on whichever machine.
 
     Raises:
-        RecipeError: the strategy is one of these.
+        RecipeError: Lightning has no such name, or it is the path of a class that cannot be imported.
     """
-    if not isinstance(strategy, str):
+    if not isinstance(strategy, str) or strategy == "auto":
         return
     if strategy.startswith("{"):
         raise RecipeError(
@@ -49,10 +47,29 @@ def check_strategy(strategy: object) -> None:
             "--trainer.strategy.class_path CLASS --trainer.strategy.OPTION VALUE, and the error is about one of them"
         )
     if "." in strategy:
+        path = CLASSES.get(strategy.rpartition(".")[2].lower(), strategy)
         raise RecipeError(
-            f"trainer.strategy={strategy} is read as a name of Lightning's, not as a class; "
-            f"write --trainer.strategy.class_path {strategy}, in a recipe strategy: {{class_path: {strategy}}}"
+            f"trainer.strategy={strategy} names no class that can be imported, and no strategy of Lightning's; "
+            f"write --trainer.strategy.class_path {path}, in a recipe strategy: {{class_path: {path}}}"
         )
+    if strategy not in StrategyRegistry:
+        raise RecipeError(
+            f"trainer.strategy={strategy} is no strategy of Lightning's; write auto, ddp, or a class of "
+            "lit_ft.strategies, e.g. --config recipes/strategies/fsdp.yaml"
+        )
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse, beside unknown names, processes that take pickled objects, and Lightning's DeepSpeed on CPUs.
+
+    Model and data of a recipe cannot be pickled, and DeepSpeed's ranks would fail one by one.
+
+    Raises:
+        RecipeError: the strategy is one of these.
+    """
+    check_strategy_name(strategy)
+    if not isinstance(strategy, str):
+        return
     if strategy.startswith("ddp_spawn"):
         raise RecipeError(
             f"trainer.strategy={strategy} pickles model and data for each process, which cannot be pickled; take ddp, "
@@ -104,6 +121,7 @@ def check_trainer(options: Namespace) -> None:
         RecipeError: ``Trainer`` refuses a value.
     """
     given = {name: value for name, value in options.items() if name in _OF_ANY_MACHINE}
+    check_strategy_name(options.strategy)
     with explained_trainer("cpu"):
         quiet_trainer(accelerator="cpu", **given)
 

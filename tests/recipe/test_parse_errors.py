@@ -51,6 +51,7 @@ TYPED: dict[str, str] = {
     "fit --trainer.strategy ddp --trainer.strategy.init_args.shard_size 2": "shard_size is an option of a class, and "
     "none is named before it; write --trainer.strategy lit_ft.strategies.FSDPStrategy",
     "fit --trainer.strategy.class_path auto": "'auto' is no class path; write the module and the class",
+    "fit --trainer.strategy.class_path lit_ft.FSDPStrategy": "no lit_ft.FSDPStrategy; write lit_ft.strategies.FSDPS",
     "fit --config quickstart.yaml --max_length 5": "unknown option 'max_length'; it belongs to data: data.max_length",
     "fit --config quickstart.yaml --peft.r 8": "unknown option 'peft.r'; it belongs to model: model.peft.r",
     "fit --model.peft.r 8": "LoraConfig, in a recipe peft: {class_path: peft.LoraConfig, init_args: {r: ",

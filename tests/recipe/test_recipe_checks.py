@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, str]] = {
     "a run_dir that is too long": (f"run_dir: {'x' * 3000}", "too long for a path"),
     "a ckpt_path that is too long": (f"ckpt_path: {'x' * 3000}", "too long for a path"),
     "a model that is too long": (f"model: {{pretrained: {'x/' * 2000}}}", "model.pretrained="),
-    "a strategy": ("trainer: {strategy: no-such}", "trainer: You selected an invalid strategy name"),
+    "a strategy": ("trainer: {strategy: no-such}", "trainer.strategy=no-such is no strategy of Lightning"),
     "a profiler": ("trainer: {profiler: no}", "trainer"),
     "devices": ("trainer: {devices: '~'}", "trainer: "),
     "more ranks than any machine has cores": (
