@@ -57,7 +57,7 @@ def outline_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
     Some weights stay in fp32 in any dtype: those that the model's class names, and those that its code creates in fp32.
     Buffers that no file has are computed in ``dtype``, and have values: the scale of Gemma's embeddings is rounded to
-    it. The steps are those of the function that loads.
+    it. The steps are those of ``from_pretrained``.
     """
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import build_glob_alternation
@@ -67,7 +67,7 @@ def outline_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for name, buffer in list(outline.named_non_persistent_buffers()):
         owner, _, own_name = name.rpartition(".")
         setattr(outline.get_submodule(owner), own_name, torch.empty_like(buffer, device="cpu"))
-    with torch.random.fork_rng(devices=[]):  # a read weight draws nothing
+    with torch.random.fork_rng(devices=[]):  # where weights are read, none are drawn
         outline.initialize_weights()
     if kept := outline._get_dtype_plan(dtype):
         pattern, names, _ = build_glob_alternation(list(kept))

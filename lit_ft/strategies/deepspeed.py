@@ -195,12 +195,14 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         base, spec = self._model_of_run(), self._base()
         if base is None or spec is None or not is_zero3(next(base.parameters())):
             return
+        if self.precision_plugin.precision != "32-true":  # which casts them under every strategy
+            return
         dtype = spec.weights_dtype()
         kept = [name for name, weight in outline_in(base, dtype).named_parameters() if weight.dtype != dtype]
-        if kept and self.precision_plugin.precision == "32-true":
+        if kept:
             rank_zero_warn(
                 f"DeepSpeedStrategy: stage=3 reads all weights in {dtype}, also {len(kept):,} that stay in float32 "
-                f"with other strategies ({', '.join(kept[:2])}, ...): losses differ where that rounds them"
+                f"with other strategies, e.g. {kept[0]}: losses differ where that rounds them"
             )
 
     def _answer_in_engine(self, answer: Answer) -> Answer:
