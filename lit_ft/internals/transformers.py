@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from lit_callbacks.internals.transformers_internals import attention_implementation as attention_implementation
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jinja2 import Template
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -48,8 +49,15 @@ def mark_expert_parallel(experts: nn.Module) -> None:
 
 
 def decoder_layer_classes(model: PreTrainedModel) -> set[str]:
-    """Names of the classes of a model's decoder layers: those that must stay whole where a model is split."""
-    return set(model._no_split_modules or [])
+    """Names of the classes of a model's decoder layers: those that must stay whole where a model is split.
+
+    Where a class of models names none (BioGPT, CTRL, ELECTRA), those in lists of as many modules as it has layers.
+    """
+    if model._no_split_modules:
+        return set(model._no_split_modules)
+    layers = getattr(model.config, "num_hidden_layers", None)
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == layers]
+    return {type(layer).__name__ for each in lists for layer in each}
 
 
 def outline_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

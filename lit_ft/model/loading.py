@@ -403,7 +403,7 @@ def head_parameters(model: PreTrainedModel) -> list[Tensor]:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """Decoder layers of a module: those that Hugging Face lists in ``_no_split_modules``, the outermost ones."""
+    """Decoder layers of a module: those of the classes that Hugging Face names for its models, the outermost ones."""
     names: set[str] = set()
     for model in module.modules():
         if isinstance(model, PreTrainedModel):

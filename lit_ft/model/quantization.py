@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.internals.bitsandbytes_internals import without_repacking
 from peft import PeftConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -176,10 +177,7 @@ def prepare_for_training(model: PreTrainedModel) -> None:
     Raises:
         RecipeError: a kind of layer passes no gradients, or wrong ones.
     """
-    for module in model.modules():
-        # An eval pass on CPUs with AVX512-BF16 repacks 4-bit weights in place, after which training is wrong.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    without_repacking(model)
     if not is_quantized(model):
         return
     kinds = {(type(m), type(getattr(m, "weight", None))): m for m in linear_modules(model).values()}

@@ -260,10 +260,10 @@ class ModelParallelStrategy(ShardedStrategy):
         parallel: TensorParallel,
     ) -> None:
         parallel.shard(base, layers, plan, self._cast_to_trained_dtype)
-        decoder = getattr(base, base.base_model_prefix)
-        if parallel.sequence_parallel and decoder.layers[0] is layers[0]:
+        decoder, is_whole = getattr(base, base.base_model_prefix), self.sizes().pipeline == 1
+        if parallel.sequence_parallel and (is_whole or decoder.layers[0] is layers[0]):
             parallel.shard_sequence(layers[0])
-        if parallel.sequence_parallel and self.sizes().pipeline == 1:
+        if parallel.sequence_parallel and is_whole:
             map_hidden_states(decoder, parallel.gather_sequence)
         wrap_answer(module, parallel.as_one_process())
 

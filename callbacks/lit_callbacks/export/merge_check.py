@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_callbacks.distributed.gather import persistent_buffers
 from lit_callbacks.export.weight_files import opened
+from lit_callbacks.internals.bitsandbytes_internals import without_repacking
 from lit_callbacks.internals.transformers_internals import is_quantized, ties_embeddings
 
 if TYPE_CHECKING:
@@ -199,7 +200,8 @@ def read_back(folder: Path, layout: Layout) -> "PreTrainedModel":
     _fail_if(wrong)
     if layout.is_tied:
         _check_head(model)
-    return _without_repacking(model)
+    without_repacking(model)
+    return model
 
 
 def skeleton(model_class: type["PreTrainedModel"], config: "PretrainedConfig") -> "PreTrainedModel":
@@ -243,14 +245,6 @@ def _check_head(model: "PreTrainedModel") -> None:
         "the base's head is its embedding; training has parted them, so the merged model holds both "
         f"({head.weight.numel():,} weights more, tie_word_embeddings: false)"
     )
-
-
-def _without_repacking(model: "PreTrainedModel") -> "PreTrainedModel":
-    for module in model.modules():
-        # bitsandbytes repacks 4-bit weights on CPUs with AVX512-BF16, after which results are rounded differently.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def check_same(got: "PreTrainedModel", written: "PreTrainedModel") -> None:

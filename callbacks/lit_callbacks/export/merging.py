@@ -31,6 +31,7 @@ from lit_callbacks.export.merge_check import (
     share_lost,
     skeleton,
 )
+from lit_callbacks.internals.bitsandbytes_internals import without_repacking
 from lit_callbacks.internals.transformers_internals import (
     attention_implementation,
     dequantize,
@@ -275,6 +276,7 @@ def _write_merged(
     quantized_base: str | None,
 ) -> None:
     trained = _copy_on_cpu(model).eval()
+    without_repacking(trained)
     base = trained.get_base_model()
     if attention_implementation(base.config) not in ("eager", "sdpa"):
         base.set_attn_implementation("sdpa")  # others may need an accelerator, or arguments of the training loop
@@ -356,7 +358,7 @@ def _merge(trained: "PeftModel") -> "PreTrainedModel":
 def _cast(
     model: "PeftModel | PreTrainedModel", dtype: torch.dtype, narrow: bool = True
 ) -> "PeftModel | PreTrainedModel":
-    """Cast a model's floating-point parameters to a dtype, except those that its class keeps in fp32.
+    """Cast a model's floating-point parameters to a dtype, those that transformers keeps in fp32 beside it to fp32.
 
     Buffers keep their dtype: a router bias in bf16 would select other experts.
 
@@ -365,12 +367,11 @@ def _cast(
         dtype: target dtype.
         narrow: whether parameters of a wider dtype are rounded too, e.g. fp32 adapters on a bf16 base model.
     """
-    kept = kept_in_fp32(model)
+    kept = kept_in_fp32(model, dtype)
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or kept.search(_name_in_base(name)):
-            continue
-        if narrow or torch.promote_types(parameter.dtype, dtype) == dtype:
-            parameter.data = parameter.data.to(dtype)
+        own = torch.float32 if kept.search(_name_in_base(name)) else dtype
+        if parameter.is_floating_point() and (narrow or torch.promote_types(parameter.dtype, own) == own):
+            parameter.data = parameter.data.to(own)
     return model
 
 

@@ -39,9 +39,12 @@ def attention_implementation(config: PretrainedConfig) -> str:
     return str(config._attn_implementation)
 
 
-def kept_in_fp32(model: PreTrainedModel) -> re.Pattern[str]:
-    """Pattern that is found in the names of weights that a model's class keeps in fp32, whatever the model's dtype."""
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
+    """Pattern that is found in the names of weights that transformers keeps in fp32 in a model of another dtype.
+
+    Some classes keep weights in fp32 in any dtype (routers), some in fp16 alone (norms of gpt-oss).
+    """
+    kept = model._get_dtype_plan(dtype)
     return re.compile("|".join(one.replace("*", ".*") for one in kept) or "(?!)")
 
 

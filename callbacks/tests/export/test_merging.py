@@ -1,0 +1,33 @@
+"""A merged model on disk."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lit_callbacks.export.merging import save_merged
+from safetensors.torch import load_file
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_weights_that_transformers_keeps_in_fp32_beside_fp16(
+    tmp_path: Path, dtype: torch.dtype, kept: torch.dtype
+) -> None:
+    """The norms of gpt-oss: a value of 1e-9 is zero in fp16."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 32}
+    model = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(vocab_size=64, head_dim=16, pad_token_id=0, **sizes, **experts)
+    )
+    norm = "model.layers.0.input_layernorm.weight"
+    model.get_parameter(norm).data[0] = 1e-9
+    trained = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    save_merged(trained, tmp_path / "merged", dtype=dtype)
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].dtype == dtype
+    assert weights[norm].dtype == kept
+    assert float(weights[norm][0]) == pytest.approx(1e-9, rel=1e-2)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert again.get_parameter(norm)[0] == weights[norm][0]
