@@ -11,11 +11,20 @@ import torch
 from lit_callbacks.output import heartbeat
 from peft import PrefixTuningConfig
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, T5Config
 from transformers.utils import is_flash_attn_2_available
 
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError
-from lit_ft.model.loading import DENSE, check_attention, load_base, load_config, load_tokenizer, pick_attention
+from lit_ft.model.loading import (
+    DENSE,
+    check_attention,
+    decoder_layers,
+    load_base,
+    load_config,
+    load_tokenizer,
+    pick_attention,
+)
 from lit_ft.tuning.spec import TuningSpec
 
 
@@ -173,3 +182,11 @@ def test_the_reading_of_weights_is_said_at_intervals(
     caplog.set_level("INFO")
     load_base(model_folder)
     assert f"reading the weights of {model_folder}: 0 s so far" in caplog.messages
+
+
+@pytest.mark.parametrize("name", ["biogpt", "ctrl", "qwen2"])
+def test_layers_are_found_where_a_class_of_models_names_none(name: str) -> None:
+    """Otherwise FSDP would gather a whole model at once, and context parallelism would leave attention as it is."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(name))
+    assert len(decoder_layers(model)) == model.config.num_hidden_layers == 4

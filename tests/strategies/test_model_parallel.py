@@ -24,7 +24,7 @@ from ranks import LiveRanks, on_ranks
 from shared_fixtures import make_tokenizer, record_cell, tiny_qwen2
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BitsAndBytesConfig, Gemma4ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from turns import EVERY_CASE, in_turn, some_of
 
 from benchmarks.parallel.parallel_bytes import ranks_of
@@ -878,13 +878,30 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_process_starts")
-def test_layers_that_read_more_than_hidden_states_are_in_no_pipeline(capsys: Any, tmp_path: Path) -> None:
-    config = tiny_config("gemma4_text", vocab_size=384)
-    Gemma4ForCausalLM(config).save_pretrained(tmp_path / "gemma4")
-    make_tokenizer().save_pretrained(tmp_path / "gemma4")
-    model = ["--model.pretrained", str(tmp_path / "gemma4"), "--model.peft=null", "--trainer.devices=2"]
-    said = refused(capsys, tmp_path, *model, "--merge=false", f"{S}pipeline_parallel_size=2")
-    assert "Gemma4ForCausalLM gives each layer more than the hidden states of the one before (embed_tokens_per_" in said
+@pytest.mark.parametrize(
+    ("name", "sizes", "reason"),
+    [
+        ("gemma4_text", ["pipeline_parallel_size=2"], "gives each layer more than the hidden states of the one before"),
+        (
+            "gemma4_text",
+            ["tensor_parallel_size=2", "sequence_parallel=true"],
+            "gives each layer more than those (embed_tokens_per_layer, per_layer_model_projection, per_layer_proj",
+        ),
+        (
+            "gemma3n_text",
+            ["tensor_parallel_size=2"],
+            "Gemma3nForCausalLM reads weights in Gemma3nTextAltUp past the layers",
+        ),
+    ],
+)
+def test_models_that_cannot_be_split_in_some_way(
+    capsys: Any, tmp_path: Path, name: str, sizes: list[str], reason: str
+) -> None:
+    config = tiny_config(name, vocab_size=384)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    model = ["--model.pretrained", str(tmp_path / "model"), "--model.peft=null", "--trainer.devices=2"]
+    assert reason in refused(capsys, tmp_path, *model, "--merge=false", *(f"{S}{size}" for size in sizes))
 
 
 def test_a_fit_uses_no_process_group_of_an_earlier_plan(

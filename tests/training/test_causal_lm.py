@@ -10,9 +10,11 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from peft import LoraConfig, PeftModel, PrefixTuningConfig
+from shared_fixtures import make_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, trainable_shapes
 from lit_ft.checkpointing.storage.sharded import merge_optimizer_states
@@ -41,6 +43,24 @@ def test_frozen_weights_get_neither_gradient_nor_optimizer_state(
     assert all("lora_" in name for name in trained)
     assert len(trainer.optimizers[0].state) == len(trained) == 8
     assert all(p.grad is None for name, p in module.named_parameters() if name not in trained)
+
+
+def test_trained_weights_without_a_gradient_are_named(
+    make_trainer: Any, write_rows: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """An adapter on a layer whose weight the mixer around it reads itself."""
+    folder = tmp_path / "jamba"
+    tiny_config("jamba").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    module = CausalLM(str(folder), init="random", peft=lora(target_modules=["dt_proj", "q_proj"]))
+    make_trainer(max_steps=2).fit(module, TextDataModule(write_rows()))
+    (said,) = (str(one.message) for one in recwarn if "the first step changes" in str(one.message))
+    assert "changes 2 of " in said
+    assert "dt_proj.lora_A.default.weight" in said
+    recwarn.clear()
+    module = CausalLM(str(folder), init="random", peft=lora(target_modules=["q_proj"]))
+    make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
+    assert not any("the first step changes" in str(one.message) for one in recwarn)
 
 
 def test_logged_values_are_moved_once(

@@ -56,6 +56,7 @@ class ParallelDims:
     num_microbatches: int | None
     layers_per_stage: Sequence[int] | None
     tp_plan: Mapping[str, str] | None
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in pipeline_parallel.SCHEDULES:
@@ -113,6 +114,11 @@ class ParallelDims:
                     "quantization out, or use pipeline_parallel_size and data_parallel_size"
                 )
             tensor_plan.check(base, sizes.tensor, self.tp_plan)
+            if self.sequence_parallel and (beside := _weights_beside_layers(base)):
+                raise RecipeError(
+                    f"sequence_parallel=true splits hidden states along the sequence, and {type(base).__name__} gives "
+                    f"each layer more than those ({', '.join(beside)}); set it to false"
+                )
         if self.expert_parallel_size > 1:
             self._check_experts(sizes, base)
             if spec is not None and not spec.fused_lora and expert_lora.outer_wrappers(base):
@@ -173,9 +179,7 @@ class ParallelDims:
                 f"pipeline_parallel_size={sizes.pipeline}: Hugging Face does not say how {type(base).__name__} "
                 "is split into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
             )
-        planned = {name.rpartition(".")[2] for name in base.pp_plan or ()}
-        parts_with_weights = {name.partition(".")[0] for name, _ in decoder_of(base).named_parameters()}
-        if beside := sorted(parts_with_weights - planned):
+        if beside := _weights_beside_layers(base):
             raise RecipeError(
                 f"pipeline_parallel_size={sizes.pipeline}: {type(base).__name__} gives each layer more than the hidden "
                 f"states of the one before ({', '.join(beside)}), which stages do not pass on; use "
@@ -253,6 +257,14 @@ def _check_mixers(sizes: MeshSizes, base: PreTrainedModel) -> None:
             f"{split[0]}: {type(base).__name__} mixes tokens in other ways than attention ({', '.join(others)}), which "
             "were not compared with one process; set it to 1 (data_parallel_size and expert_parallel_size work)"
         )
+
+
+def _weights_beside_layers(base: PreTrainedModel) -> list[str]:
+    """Parts of a decoder with weights that its plan for a pipeline does not name: their outputs go to each layer."""
+    if not base.pp_plan:
+        return []
+    planned = {name.rpartition(".")[2] for name in base.pp_plan}
+    return sorted({name.partition(".")[0] for name, _ in decoder_of(base).named_parameters()} - planned)
 
 
 def _check_context(size: int, module: nn.Module, base: PreTrainedModel) -> None:

@@ -30,6 +30,9 @@ _STYLES = {
 _OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # repeat for one weight what the style of its module says
 _OF_EDGES = {"embedding_rowwise", "embedding_colwise"}  # embedding and head are sharded here for every architecture
 
+_READ_BY_OTHERS = frozenset({"Gemma3nTextAltUp"})
+"""Classes that read the weight of a layer in another function than its ``forward`` (transformers 5.24)."""
+
 
 class Plan:
     """Tensor-parallel style of each module.
@@ -117,6 +120,11 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
                 raise RecipeError(must_divide(size, f"the width of {type(module).__name__}", width))
     for name, module in base.named_modules():
         _check_adapter(name, module)
+        if type(module).__name__ in _READ_BY_OTHERS:
+            raise RecipeError(
+                f"tensor parallelism: {type(base).__name__} reads weights in {type(module).__name__} past the layers "
+                "that they are in, where a rank's part cannot take their place; set tensor_parallel_size to 1"
+            )
 
 
 def must_divide(size: int, name: str, count: int, option: str = "tensor_parallel_size") -> str:

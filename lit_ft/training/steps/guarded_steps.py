@@ -1,6 +1,7 @@
 """Gradient norm, clipping, and the end of a run before values that are not finite are saved."""
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.protocols import SumsGradientNorm, grad_scaler
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class GuardedStepsModule(LightningCallbacksModule):
         super().__init__()
         self._gradient_norm = GradientNorm()
         self._finite = FiniteCheck()
+        self._has_stepped = False
 
     def measured_gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Norm of all gradients over all ranks, a scalar, before clipping; measured once per step, whoever asks for it.
@@ -48,11 +50,24 @@ class GuardedStepsModule(LightningCallbacksModule):
         self._gradient_norm.forget()
         is_by_norm = (gradient_clip_algorithm or "norm") == "norm"
         if norm is not None:
+            if not self._has_stepped:
+                self._name_weights_without_gradient()
             self.log_gradient_norm(norm, has_scaler)
             if gradient_clip_val and is_by_norm:
                 clip(with_gradients(optimizer), norm, float(gradient_clip_val))
         if not is_by_norm:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def _name_weights_without_gradient(self) -> None:
+        """Warn of trained weights that this process's first optimizer step gives no gradient, and so does not change."""
+        self._has_stepped = True
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        if without := [name for name, parameter in trained.items() if parameter.grad is None]:
+            rank_zero_warn(
+                f"the first step changes {len(trained) - len(without)} of {len(trained)} trained weights; the loss has "
+                f"no gradient of the others ({', '.join(without[:3])}{', ...' if len(without) > 3 else ''}). Where that "
+                "is not wanted, leave them out of model.trainable, or of the adapter's target_modules"
+            )
 
     def on_train_epoch_end(self) -> None:
         """Check what a GPU still had to compute, before the run is called done."""

@@ -16,7 +16,10 @@ from lit_ft.internals.peft import all_linear_layers, refuses_target
 from lit_ft.model.quantization import linear_modules
 from lit_ft.tuning.targets import unreached
 
-_MULTIPLIED_BY_THE_MIXER = {"dt_proj": frozenset({"falcon_mamba", "jamba", "mamba"})}
+_READ_PAST_ADAPTERS = {
+    "dt_proj": frozenset({"falcon_mamba", "jamba", "mamba"}),
+    "correction_coefs": frozenset({"gemma3n", "gemma3n_text"}),
+}
 """Layers whose weight the module around them reads, past an adapter, and the architectures (transformers 5.24)."""
 
 
@@ -66,7 +69,7 @@ def _unread(model: PreTrainedModel, peft: PeftConfig) -> tuple[list[str], str]:
     unread = sorted(
         name
         for name in {name.rsplit(".", 1)[-1] for name in linear_modules(model)}
-        if name in of_groups or refuses_target(peft, model, name) or kind in _MULTIPLIED_BY_THE_MIXER.get(name, ())
+        if name in of_groups or refuses_target(peft, model, name) or kind in _READ_PAST_ADAPTERS.get(name, ())
     )
     return unread, f"{', '.join(unread)}, whose weights {type(model).__name__} reads without an adapter"
 
