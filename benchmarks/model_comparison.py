@@ -7,6 +7,7 @@ and positions, and plain PEFT for LoRA.
 import copy
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.parallel_comparison import SEQUENCE, STRATEGIES, Comparison
 from benchmarks.tiny_configs import tiny_config
 from benchmarks.vllm_models import VERSION, served
 from lit_ft import CausalLM
@@ -36,10 +38,8 @@ TOLERANCE = 1e-5
 LENGTHS = (13, 22, 7)
 ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """All types of models that transformers has a causal LM for."""
-COMPARED_IN_PARALLEL = frozenset(
-    "llama mistral qwen2 qwen3 gemma2 gemma3_text granite phi3 cohere olmo2 gpt_oss mixtral qwen3_moe gpt_neox".split()
-)
-"""Architectures that tests compare under all parallel layouts (docs/numerics.md)."""
+DRAWS_EXPERTS = frozenset({"phimoe"})
+"""Architectures whose router draws experts in training, on each rank others."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,7 @@ class Row:
     merge: str = NOT_RUN
     checkpointing: str = NOT_RUN
     compile: str = NOT_RUN
+    data: str = NOT_RUN
     tensor: str = NOT_RUN
     pipeline: str = NOT_RUN
     context: str = NOT_RUN
@@ -169,6 +170,7 @@ HEADINGS = {
     "merge": "merge",
     "checkpointing": "gradient checkpointing",
     "compile": "compile",
+    "data": "DDP, FSDP, ZeRO-3",
     "tensor": "TP",
     "pipeline": "PP",
     "context": "CP",
@@ -206,8 +208,10 @@ def compare(model_type: str, columns: frozenset[str] = frozenset(HEADINGS)) -> R
         row.compile = _compiled(full, reference)
     if "generation" in columns:
         row.generation = _generation(full)
-    for name in {"tensor", "pipeline", "context", "expert"} & columns:
-        setattr(row, name, _parallel(full, name))
+    if kinds := STRATEGIES.keys() & columns:
+        comparison = Comparison(full.model)
+        for kind in kinds:
+            setattr(row, kind, _parallel(full, comparison, kind))
     return row
 
 
@@ -292,10 +296,27 @@ def _generation(full: Tiny) -> str:
     return YES if torch.equal(generated, ids) else "answers with a cache differ from those without"
 
 
-def _parallel(full: Tiny, name: str) -> str:
-    sizes = {"data": 2 if name == "expert" else 1} | ({} if name == "expert" else {name: 2})
+def _parallel(full: Tiny, comparison: Comparison, kind: str) -> str:
+    if (reason := _refusal(full, kind)) is not None:
+        return reason
+    if full.config.model_type in DRAWS_EXPERTS:
+        return "its router draws experts in training, on each rank others"
+    without = [SEQUENCE] if kind == "tensor" and _refusal(full, kind, sequence_parallel=True) is not None else []
+    cases = defaultdict[str, list[str]](list)
+    for case, what in comparison.differences(kind, without).items():
+        cases[what].append(case)
+    found = "; ".join(f"{' and '.join(names)}: {what}" for what, names in cases.items())
+    return found or YES + (", without sequence_parallel" if without else "")
+
+
+def _refusal(full: Tiny, kind: str, sequence_parallel: bool = False) -> str | None:
+    """Why ``ModelParallelStrategy`` refuses a model; None if it does not."""
+    if kind == "data":
+        return None
+    experts = 2 if kind == "expert" else 1
+    sizes = {"data": experts, **({} if kind == "expert" else {kind: 2})}
     mesh = MeshSizes(**{part: sizes.get(part, 1) for part in MeshSizes._fields})
-    dims = ParallelDims(RequestedSizes(*mesh), 2 if name == "expert" else 1, "1F1B", None, None, None)
+    dims = ParallelDims(RequestedSizes(*mesh), experts, "1F1B", None, None, None, sequence_parallel)
     try:
         dims.check_model(mesh, full.module, full.model)
     except RecipeError as error:
@@ -303,4 +324,4 @@ def _parallel(full: Tiny, name: str) -> str:
         reason = re.sub(r" \(\w+(, \w+)*\),", ",", reason)  # names of classes
         reason = re.sub(r"lit_ft.CausalLM with its (.*), but .* has (\w+)$", r"\1, and the model has \2", reason)
         return re.sub(r"^\w+_parallel_size=2(: |, but | )?|^tensor parallelism: ", "", reason)
-    return YES if full.config.model_type in COMPARED_IN_PARALLEL else NOT_RUN
+    return None

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -291,8 +292,11 @@ def _read(
         else:
             model, report = _read_in(pretrained, "auto" if dtype == "auto" else getattr(torch, dtype), options)
     except WEIGHT_ERRORS as error:
+        under, helps = "", ""
+        if is_deepspeed_zero3_enabled():  # code of some models reads the shapes of whole weights there, which are empty
+            under, helps = " under DeepSpeed's stage 3", "take stage 2 or lit_ft.strategies.FSDPStrategy, "
         raise RecipeError(
-            f"model.pretrained={pretrained!r} has no weights that load ({first_line(error)}); add "
+            f"model.pretrained={pretrained!r} has no weights that load{under} ({first_line(error)}); {helps}add "
             "model.safetensors, or train from scratch with --model.init random"
         ) from error
     if missing := sorted(report["missing_keys"]):

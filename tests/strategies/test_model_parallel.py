@@ -890,7 +890,7 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
         (
             "gemma3n_text",
             ["tensor_parallel_size=2"],
-            "Gemma3nForCausalLM reads weights in Gemma3nTextAltUp past the layers",
+            "Gemma3nForCausalLM reads weights in Gemma3nTextAltUp past",
         ),
     ],
 )

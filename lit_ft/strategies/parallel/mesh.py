@@ -174,7 +174,7 @@ class ParallelDims:
 
     def _check_stages(self, sizes: MeshSizes, base: PreTrainedModel) -> None:
         parts = getattr(decoder_of(base), "layers", None)
-        if parts is None or not any(name.endswith(".layers") for name in base.pp_plan or ()):
+        if parts is None or not _plans_stages(base):
             raise RecipeError(
                 f"pipeline_parallel_size={sizes.pipeline}: Hugging Face does not say how {type(base).__name__} "
                 "is split into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
@@ -259,11 +259,15 @@ def _check_mixers(sizes: MeshSizes, base: PreTrainedModel) -> None:
         )
 
 
+def _plans_stages(base: PreTrainedModel) -> bool:
+    return any(name.endswith(".layers") for name in base.pp_plan or ())
+
+
 def _weights_beside_layers(base: PreTrainedModel) -> list[str]:
     """Parts of a decoder with weights that its plan for a pipeline does not name: their outputs go to each layer."""
-    if not base.pp_plan:
+    if not _plans_stages(base):
         return []
-    planned = {name.rpartition(".")[2] for name in base.pp_plan}
+    planned = {name.rpartition(".")[2] for name in base.pp_plan or ()}
     return sorted({name.partition(".")[0] for name, _ in decoder_of(base).named_parameters()} - planned)
 
 

@@ -59,14 +59,15 @@ class GuardedStepsModule(LightningCallbacksModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _name_weights_without_gradient(self) -> None:
-        """Warn of trained weights that this process's first optimizer step gives no gradient, and so does not change."""
+        """Warn of trained weights that the first optimizer step of this process gives no gradient."""
         self._has_stepped = True
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         if without := [name for name, parameter in trained.items() if parameter.grad is None]:
+            names = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
             rank_zero_warn(
-                f"the first step changes {len(trained) - len(without)} of {len(trained)} trained weights; the loss has "
-                f"no gradient of the others ({', '.join(without[:3])}{', ...' if len(without) > 3 else ''}). Where that "
-                "is not wanted, leave them out of model.trainable, or of the adapter's target_modules"
+                f"the first step changes {len(trained) - len(without)} of {len(trained)} trained weights: the loss has "
+                f"no gradient of the others ({names}). Where that is not wanted, leave them out of model.trainable, or "
+                "of the adapter's target_modules"
             )
 
     def on_train_epoch_end(self) -> None:
