@@ -8,7 +8,7 @@ import copy
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import attention_functions, enable_checkpointing
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.isolation import token_mixers
-from lit_ft.model.isolation.architectures import REFUSED
+from lit_ft.model.isolation.architectures import REFUSED, reads_padding
 from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies.parallel.mesh import MeshSizes, ParallelDims, RequestedSizes
 
@@ -282,18 +282,41 @@ def _compiled(full: Tiny, reference: Results) -> str:
 
 
 def _generation(full: Tiny) -> str:
-    """Whether four greedy tokens with a cache are those without one."""
-    ids = torch.from_numpy(samples()[0])[None]
-    alone = full.reference()
+    """Whether four greedy tokens with a cache are those without one, and padding before a prompt changes nothing."""
+    alone, prompts = full.reference(), [one.tolist() for one in samples()]
     with torch.no_grad():
         try:
-            generated = alone.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+            generated = [_answer(alone, [prompt])[0][0] for prompt in prompts]
+            padded = _answer(alone, prompts)[1]
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             return f"transformers' generate fails at tiny size: {' '.join(str(error).split())[:100]}"
+        ids = torch.tensor(prompts[:1])
         for _ in range(4):
             following = alone(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
             ids = torch.cat([ids, following], dim=1)
-    return YES if torch.equal(generated, ids) else "answers with a cache differ from those without"
+    if not torch.equal(generated[0], ids[0, -4:]):
+        return "answers with a cache differ from those without"
+    expected = torch.stack([_answer(alone, [prompt])[1][0] for prompt in prompts])
+    changes = _relative(padded, expected) > 10 * TOLERANCE
+    if reads_padding(full.config):
+        return f"{YES}, without padding" if changes else f"{YES}; _READS_PADDING names it for nothing"
+    return "padding before a prompt changes answers" if changes else YES
+
+
+def _answer(model: PreTrainedModel | PeftModel, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Four greedy tokens after each prompt of a left-padded batch, and the logits of the first two."""
+    longest = max(map(len, prompts))
+    result = model.generate(
+        input_ids=torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]),
+        max_new_tokens=4,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return result.sequences[:, longest:], torch.stack(result.logits[:2], dim=1)
 
 
 def _parallel(full: Tiny, comparison: Comparison, kind: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from lit_callbacks.distributed.gather import is_split
 from lit_callbacks.protocols import Message
 from peft import PeftModel
+from torch import distributed
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -26,6 +27,7 @@ from transformers import (
 from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import virtual_tokens_in_answers
 from lit_ft.internals.transformers import attention_implementation
+from lit_ft.model.isolation import architectures
 from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.render_limits import render_chat
 from lit_ft.protocols import FinishReason
@@ -243,7 +245,7 @@ def generate_answers(
     sampling: Sampling = GREEDY,
     rows: Sequence[int] | None = None,
 ) -> list[GeneratedAnswer]:
-    """Answer prompts as one left-padded batch; an answer ends at any of ``stop_ids``.
+    """Answer prompts together, as far as padding changes no answer; an answer ends at any of ``stop_ids``.
 
     Special tokens are left out of the text, unless the chat template writes them within answers.
 
@@ -256,33 +258,65 @@ def generate_answers(
         sampling: choice of the next token.
         rows: number of each prompt's row, which seeds its random numbers; None counts the prompts.
     """
-    lockstep = is_split(base)
-    if not prompts and not lockstep:
-        return []
-    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    # A rank without prompts answers a dummy prompt: the other ranks need its shards of the weights.
-    encoded = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts or ["."]]
-    longest = max(map(len, encoded))
-    input_ids = torch.tensor([[pad_token_id] * (longest - len(ids)) + ids for ids in encoded], device=base.device)
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded], device=base.device)
+    encoded = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    numbers = rows or range(len(prompts))
+    batches = _batches(base, encoded)
+    answers: dict[int, list[int]] = {}
     was_training = model.training
     model.eval()
-    stops = stop_ids(base, tokenizer)
     try:
-        with dense_attention(base), greedy_decoding(base, stops, pad_token_id), virtual_tokens_in_answers(model):
-            generated = model.generate(
-                input_ids=input_ids,
-                attention_mask=mask,
-                max_new_tokens=max_new_tokens,
-                synced_gpus=lockstep,
-                logits_processor=sampling.processors(sampling.generators(rows or range(len(encoded)))),
-            )
+        for batch in batches:
+            # A rank without prompts answers a dummy prompt: the other ranks need its shards of the weights.
+            own = [encoded[index] for index in batch] or [tokenizer(".", add_special_tokens=False)["input_ids"]]
+            processors = sampling.processors(sampling.generators([numbers[index] for index in batch] or [0]))
+            answers |= zip(batch, _generate(model, base, tokenizer, own, max_new_tokens, processors), strict=False)
     finally:
         model.train(was_training)
-    own = [_ended(ids, stops) for ids in generated[: len(prompts), longest:].tolist()]
-    texts = tokenizer.batch_decode(own, skip_special_tokens=not has_marks(tokenizer))
-    ends: list[FinishReason] = ["length" if len(ids) == max_new_tokens else "stop" for ids in own]
+    ids = [answers[index] for index in range(len(prompts))]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=not has_marks(tokenizer))
+    ends: list[FinishReason] = ["length" if len(own) == max_new_tokens else "stop" for own in ids]
     return [GeneratedAnswer(*pair) for pair in zip(texts, ends, strict=True)]
+
+
+def _batches(base: PreTrainedModel, encoded: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Indices of the prompts that are answered together; a collective where ranks share the model.
+
+    Those of one length, where padding would change the answers. Ranks that share a model have as many batches.
+    """
+    by_length: dict[int, list[int]] = {}
+    for index, ids in enumerate(encoded):
+        by_length.setdefault(len(ids) if architectures.reads_padding(base.config) else 0, []).append(index)
+    batches = list(by_length.values())
+    if not is_split(base):
+        return batches
+    most = torch.tensor(len(batches), device=base.device)
+    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    return batches + [[]] * (int(most) - len(batches))
+
+
+def _generate(
+    model: PreTrainedModel | PeftModel,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    processors: LogitsProcessorList,
+) -> list[list[int]]:
+    """Tokens of the answers to a left-padded batch of prompts."""
+    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    longest = max(map(len, prompts))
+    input_ids = torch.tensor([[pad_token_id] * (longest - len(ids)) + ids for ids in prompts], device=base.device)
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=base.device)
+    stops = stop_ids(base, tokenizer)
+    with dense_attention(base), greedy_decoding(base, stops, pad_token_id), virtual_tokens_in_answers(model):
+        generated = model.generate(
+            input_ids=input_ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            synced_gpus=is_split(base),
+            logits_processor=processors,
+        )
+    return [_ended(ids, stops) for ids in generated[:, longest:].tolist()]
 
 
 def _ended(ids: list[int], stops: Sequence[int]) -> list[int]:

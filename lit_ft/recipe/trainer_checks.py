@@ -49,8 +49,8 @@ def check_strategy_name(strategy: object) -> None:
     if "." in strategy:
         path = CLASSES.get(strategy.rpartition(".")[2].lower(), strategy)
         raise RecipeError(
-            f"trainer.strategy={strategy} names no class that can be imported, and no strategy of Lightning's; "
-            f"write --trainer.strategy.class_path {path}, in a recipe strategy: {{class_path: {path}}}"
+            f"trainer.strategy={strategy} is no name of a strategy of Lightning's; a class is written "
+            f"--trainer.strategy.class_path {path}, in a recipe strategy: {{class_path: {path}}}"
         )
     if strategy not in StrategyRegistry:
         raise RecipeError(

@@ -16,9 +16,11 @@ from shared_fixtures import make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.model import render_limits
 from lit_ft.model.generation import Sampling, closing_tokens, dense_attention, stop_ids
+from lit_ft.model.isolation import architectures
 
 pytestmark = pytest.mark.slow
 
@@ -232,3 +234,19 @@ def test_a_model_trains_on_where_an_answer_has_failed(model_folder: str, monkeyp
     with pytest.raises(ZeroDivisionError):
         module.answer(["a question"], 4)
     assert all(part.training for part in module.base_model.modules())
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv"])
+def test_answers_do_not_depend_on_prompts_beside(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding before a prompt changes what these models answer."""
+    tiny_config(name, initializer_range=0.3).save_pretrained(tmp_path / name)
+    make_tokenizer().save_pretrained(tmp_path / name)
+    module = CausalLM(str(tmp_path / name), init="random")
+    module.configure_model()
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    prompts = ["a red book and a blue cup on the table", "lamp", "the red book is blue", "cups"]
+    alone = [module.answer([prompt], 8)[0] for prompt in prompts]
+    assert module.answer(prompts, 8) == alone
+    monkeypatch.setattr(architectures, "reads_padding", lambda _: False)
+    assert module.answer(prompts, 8) != alone

@@ -67,6 +67,14 @@ COMPARED = frozenset(
 )
 """Architectures of which packed batches were found to equal single samples (transformers 5.24), to 1e-5."""
 
+_READS_PADDING = frozenset("axk2 deepseek_v4 git recurrent_gemma rwkv whisper xlstm".split())
+"""Architectures whose answers change with padding before a prompt, whatever the attention mask says of it."""
+
+
+def reads_padding(config: PretrainedConfig) -> bool:
+    """Whether padding before a prompt may change a model's answer: it does, or the model was not compared."""
+    return config.model_type in _READS_PADDING or config.model_type not in COMPARED
+
 
 def check(config: PretrainedConfig) -> None:
     """Refuse models whose results on packed batches would differ from those on single samples.
