@@ -1,6 +1,7 @@
 """Checks that a merged model, read back from its files, equals the trained model."""
 
 import copy
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,9 @@ shows at nearly all positions, that of one layer in its weight (``check_changes`
 MOST_LOST = 0.5
 """Largest share of the trained change that quantizing the merged weights again may lose. The weights of a 4-bit base
 model lie on its quantization grid: changes of less than half a grid step all vanish."""
+
+_OF_EXPERTS = re.compile(r"\b(experts|router|\w*moe)\b")
+"""Names of modules in a mixture of experts."""
 
 PROMPTS = ("The capital of France is", "def add(a, b):\n    return", "今天天气很好，我们")
 
@@ -162,7 +166,7 @@ class Layout:
         reference = skeleton(type(base), base.config).state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in reference.items()}
         config = base.config.get_text_config()
-        has_experts = getattr(config, "num_experts_per_tok", None) is not None
+        has_experts = any(_OF_EXPERTS.search(name) for name in shapes)
         has_delta_nets = "linear_attention" in (getattr(config, "layer_types", None) or ())
         return cls(type(base), shapes, {}, ties_embeddings(base.config), has_experts or has_delta_nets)
 
@@ -206,8 +210,11 @@ def read_back(folder: Path, layout: Layout) -> "PreTrainedModel":
 
 def skeleton(model_class: type["PreTrainedModel"], config: "PretrainedConfig") -> "PreTrainedModel":
     """Model on the meta device."""
+    config = copy.deepcopy(config)
+    if isinstance(config.dtype, str):  # its name, since save_pretrained; Apertus takes the dtype alone
+        config.dtype = getattr(torch, config.dtype)
     with torch.device("meta"):
-        return model_class(copy.deepcopy(config))
+        return model_class(config)
 
 
 def _wrong_in_files(folder: Path, layout: Layout) -> list[str]:

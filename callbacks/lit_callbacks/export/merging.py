@@ -302,12 +302,13 @@ def _write_merged(
     check_buffers(again, buffers)
     experts = check_changes(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)
+    is_rounded = quantized_base is not None or merged_dtype != torch.float32
+    share = SHARE_WHERE_AMPLIFIED if layout.amplifies_rounding and is_rounded else 1.0
     if quantized_base is None:
-        share = SHARE_WHERE_AMPLIFIED if layout.amplifies_rounding and merged_dtype != torch.float32 else 1.0
         report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]), share)
         rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
         return
-    result = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
+    result = _check_quantized(expected, got, untrained, in_memory, merged_dtype, share)
     rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
 
 
@@ -322,7 +323,7 @@ def _copy_on_cpu(model: "PeftModel") -> "PeftModel":
 
 
 def _check_quantized(
-    expected: Tensor, got: Tensor, untrained: Tensor, in_memory: Tensor | None, dtype: torch.dtype
+    expected: Tensor, got: Tensor, untrained: Tensor, in_memory: Tensor | None, dtype: torch.dtype, share: float
 ) -> str:
     """Compare the files of a merge into a quantized base with the trained model; returns the result as a sentence.
 
@@ -332,6 +333,7 @@ def _check_quantized(
         untrained: logits of the base.
         in_memory: logits of the merged model before it was written, whose base stays quantized; None where it does not.
         dtype: dtype of the merged weights.
+        share: share of the positions where the bound of a dequantized base holds.
     """
     lost = share_lost(expected, got, untrained)
     if in_memory is not None:
@@ -340,7 +342,7 @@ def _check_quantized(
         check_kept(lost, report)
     else:
         what = f"dequantized to {str(dtype).removeprefix('torch.')} and merged"
-        report = compare(expected, got, DEQUANTIZED_BOUND)
+        report = compare(expected, got, DEQUANTIZED_BOUND, share)
     return (
         f"{what}: against the quantized model that was trained, {report}; of what training did to the logits, "
         f"{lost:.1%} is lost"

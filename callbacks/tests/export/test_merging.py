@@ -1,14 +1,23 @@
 """A merged model on disk."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lit_callbacks.export.merge_check import Layout
 from lit_callbacks.export.merging import save_merged
 from safetensors.torch import load_file
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
@@ -16,10 +25,9 @@ def test_weights_that_transformers_keeps_in_fp32_beside_fp16(
     tmp_path: Path, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     """The norms of gpt-oss: a value of 1e-9 is zero in fp16."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 32}
     model = transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(vocab_size=64, head_dim=16, pad_token_id=0, **sizes, **experts)
+        transformers.GptOssConfig(vocab_size=64, head_dim=16, pad_token_id=0, **SIZES, **experts)
     )
     norm = "model.layers.0.input_layernorm.weight"
     model.get_parameter(norm).data[0] = 1e-9
@@ -31,3 +39,22 @@ def test_weights_that_transformers_keeps_in_fp32_beside_fp16(
     assert float(weights[norm][0]) == pytest.approx(1e-9, rel=1e-2)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert again.get_parameter(norm)[0] == weights[norm][0]
+
+
+def test_a_model_that_takes_no_name_of_a_dtype(tmp_path: Path) -> None:
+    """Apertus, to whose config ``save_pretrained`` gives the name of the dtype."""
+    config = transformers.ApertusConfig(vocab_size=64, **SIZES, intermediate_size=32, pad_token_id=0)
+    transformers.ApertusForCausalLM(config).save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.lm_head.weight.data += 1.0
+    save_merged(model, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(merged.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("aria_text", True), ("granitemoe", True), ("llama", False)])
+def test_mixtures_of_experts_amplify_rounding(name: str, expected: bool) -> None:
+    """Where a router is undecided, by whatever name a config has their number."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **SIZES))
+    assert Layout.of(model).amplifies_rounding == expected
