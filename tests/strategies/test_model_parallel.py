@@ -19,8 +19,9 @@ from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
+from lit_callbacks import AdapterMerger, LossLedger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import full_tensor, full_weights
+from lit_callbacks.loss_ledger.ledger_files import read_visits
 from peft import LoraConfig
 from ranks import LiveRanks, on_ranks
 from shared_fixtures import make_tokenizer, record_cell, tiny_qwen2
@@ -606,8 +607,8 @@ def test_architectures(
         record_cell(architecture, column, f"{max(loss, worst):.0e}")
 
 
-def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = None) -> dict[str, Any]:
-    """What callbacks say of a run."""
+def measure(make_trainer: Any, folder: str, data: str, out: str, layout: Layout | None = None) -> dict[str, Any]:
+    """What callbacks say of a run; the ledger is in ``out``."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     module = CausalLM(folder, peft=LORA, optimizer=sgd)
     record, monitor, guard = Record(None, None), ThroughputMonitor(), SpikeGuard()
@@ -617,7 +618,7 @@ def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = N
         devices=1 if layout is None else layout.world,
         strategy="auto" if layout is None else layout.strategy(),
         use_distributed_sampler=False,
-        callbacks=[record, monitor, guard],
+        callbacks=[record, monitor, guard, LossLedger(out)],
         log_every_n_steps=1,
     )
     trainer.fit(module, TextDataModule(data, micro_batch_size=4, max_length=96))
@@ -634,16 +635,20 @@ def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = N
 
 @pytest.mark.parametrize("layout", ["pp2xtp2", "dp2xpp2", "cp2"])
 def test_callbacks_measure_what_they_do_on_one_process(
-    make_trainer: Any, qwen2: Any, rows: str, live_ranks: LiveRanks, layout: str
+    make_trainer: Any, qwen2: Any, rows: str, live_ranks: LiveRanks, tmp_path: Path, layout: str
 ) -> None:
     folder, places = qwen2(LAYOUTS[layout].layers), LAYOUTS[layout]
-    (one,) = live_ranks(1, measure, make_trainer, folder, rows)
-    for found in live_ranks(places.world, measure, make_trainer, folder, rows, places):
+    (one,) = live_ranks(1, measure, make_trainer, folder, rows, str(tmp_path / "one"))
+    for found in live_ranks(places.world, measure, make_trainer, folder, rows, str(tmp_path / "ranks"), places):
         assert found["guarded"] == pytest.approx(found["norms"], rel=1e-6)
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
         assert found["flops of a token"] == pytest.approx(one["flops of a token"], rel=1e-3)
         assert found["tokens of a step"] == pytest.approx(one["tokens of a step"], rel=0.2)
         assert found["weights"] == one["weights"]
+    # Each visit of a sample once, though all ranks of a replica compute its loss.
+    ledgers = [sorted(read_visits(tmp_path / name)) for name in ("one", "ranks")]
+    assert [visit[:4] for visit in ledgers[0]] == [visit[:4] for visit in ledgers[1]]
+    assert [visit.loss for visit in ledgers[0]] == pytest.approx([visit.loss for visit in ledgers[1]], rel=1e-4)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------
