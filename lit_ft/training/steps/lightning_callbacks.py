@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import TRAINED, average_of
 from lit_ft.protocols import Checkpoint
+from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 
 _REFUSED: dict[type[Callback], str] = {
     BaseFinetuning: "freezes parts of a model that is not there yet; name the weights that train by model.trainable, "
@@ -40,15 +41,16 @@ class LightningCallbacksModule(LightningModule):
         """Whether ``WeightAveraging`` has exchanged weights and average, for a validation."""
 
     def setup(self, stage: str) -> None:
-        """Check the trainer's callbacks, and let averages of weights leave the frozen base as it is.
+        """Check the trainer's strategy and callbacks, and let averages of weights leave the frozen base as it is.
 
         Raises:
-            RecipeError: a callback would do nothing.
+            RecipeError: a callback would do nothing, or the strategy trains something else.
         """
         super().setup(stage)
         self._holds_average = False
         callbacks = attributes_of(self.trainer).callbacks
         if stage == "fit":
+            check_lightning_strategy(type(self.trainer.strategy))
             check_lightning_callbacks(callbacks, self.trainer.strategy)
         for callback in callbacks:  # they are set up by now
             if isinstance(callback, WeightAveraging) and (average := average_of(callback)) is not None:
