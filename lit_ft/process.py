@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lit_callbacks.internals.lightning_internals import attributes_of
 
 
@@ -52,6 +52,17 @@ def datamodule_of(trainer: Trainer | None) -> LightningDataModule | None:
 def model_parallel_size(trainer: Trainer) -> int:
     """Number of ranks that share the model of one data-parallel replica."""
     return trainer.world_size // data_parallel(trainer).size
+
+
+def leads_replica(trainer: Trainer) -> bool:
+    """Whether this rank is the first of those that share the model of its data-parallel replica, and so its data."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ModelParallelStrategy):
+        return True
+    names, coordinate = strategy.device_mesh.mesh_dim_names, strategy.device_mesh.get_coordinate()
+    assert names is not None
+    assert coordinate is not None, "every rank is in the mesh"
+    return not any(at for name, at in zip(names, coordinate, strict=True) if name != "data_parallel")
 
 
 def seed_micro_batch(trainer: Trainer, batch_idx: int) -> None:

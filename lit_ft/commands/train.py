@@ -71,6 +71,7 @@ from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_o
 from lit_ft.training.loggers import beside_defaults, log_recipe, placed
 from lit_ft.training.optimizers.configure import check_total_steps, configure_optimizers, try_out
 from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
+from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 from lit_ft.tuning.compatibility import check_situation
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
@@ -383,6 +384,7 @@ class TrainingCLI(LightningCLI):
     def _check(self, stage: str) -> None:
         strategy: object = self.trainer.strategy
         if stage == "fit" and isinstance(self.model, CausalLM):
+            check_lightning_strategy(type(self.trainer.strategy))
             check_lightning_callbacks(self._given_callbacks(), self.trainer.strategy)
         if isinstance(strategy, ChecksRecipe):
             strategy.check(self.trainer, self.model, self.datamodule)

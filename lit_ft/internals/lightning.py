@@ -12,6 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 
+TRAINED = "current_model_state"
+"""Key of the weights that are trained in a checkpoint of ``WeightAveraging``, whose ``state_dict`` is their average."""
+
 
 def rank() -> int:
     """Rank of this process as Lightning knows it, also before a process group exists; type checkers do not see it."""

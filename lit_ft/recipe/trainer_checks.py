@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.other_trainers import CLASSES
 from lit_ft.recipe.value_errors import shortened
+from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 
 
 @contextmanager
@@ -122,6 +124,9 @@ def check_trainer(options: Namespace) -> None:
     """
     given = {name: value for name, value in options.items() if name in _OF_ANY_MACHINE}
     check_strategy_name(options.strategy)
+    if isinstance(options.strategy, Namespace):
+        module, _, name = options.strategy.class_path.rpartition(".")
+        check_lightning_strategy(getattr(import_module(module), name))
     with explained_trainer("cpu"):
         quiet_trainer(accelerator="cpu", **given)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.protocols import grad_scaler
 from lit_callbacks.throughput.flops import TransformerFlops
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -342,6 +343,7 @@ class ModelParallelStrategy(ShardedStrategy):
         sizes = self.sizes()
         policy = self._precision_policy().param_dtype if sizes.data * sizes.context > 1 else None
         width = base.config.get_text_config().hidden_size
+        scaler = grad_scaler(module.trainer)
         self.pipeline = Pipeline(
             stages,
             sizes.pipeline * pipeline_parallel.stages_per_rank(self.schedule),
@@ -353,6 +355,7 @@ class ModelParallelStrategy(ShardedStrategy):
             multiple=self._multiple(),
             sequence_shards=sizes.context * (sizes.tensor if self.sequence_parallel else 1),
             local_tokens=None if self.context is None else self.context.local_tokens,
+            scaled=None if scaler is None else scaler.scale,
         )
         pipeline = self.pipeline
         wrap_forward(module, lambda _: pipeline)

@@ -17,10 +17,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_callbacks.distributed.gather import full_weights
 from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.export.atomic_folder import errors_of_the_disk
-from lit_callbacks.protocols import WeightFilter
+from lit_callbacks.protocols import ScalesGradients, WeightFilter
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -148,6 +149,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Shard the model, then build the optimizer on the shards."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._share_skipped_steps()
         if not getattr(self._module, "_is_sharded", False):
             self.shard(self._module)
             self._module._is_sharded = True  # type: ignore[assignment]
@@ -161,6 +163,18 @@ class ShardedStrategy(LightningModelParallelStrategy):
                 self.check_optimizer(optimizer)
         self.setup_precision_plugin()
 
+    def _share_skipped_steps(self) -> None:
+        """Let all ranks skip a step if one has gradients that are not finite (fp16), and lower the scale together.
+
+        torch's usual scaler asks the ranks of its first gradient's mesh alone, not the other stages of a pipeline.
+        """
+        plugin: object = self.precision_plugin
+        if not isinstance(plugin, ScalesGradients) or plugin.scaler is None:
+            return
+        if not isinstance(own := plugin.scaler, ShardedGradScaler):
+            plugin.scaler = ShardedGradScaler(self.root_device.type, enabled=own.is_enabled())
+            plugin.scaler.load_state_dict(own.state_dict())
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose update on shards differs from that on full weights.
 
@@ -168,6 +182,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
             RecipeError: the optimizer is one, or was not compared; the message names those that work.
         """
         optimizer_support.check_situation(optimizer, "shards")
+        plugin: object = self.precision_plugin
+        if isinstance(plugin, ScalesGradients) and plugin.scaler is not None:
+            optimizer_support.check_scaled_weights(optimizer)
 
     def _place(self) -> None:
         self.model_to_device()

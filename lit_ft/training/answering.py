@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import move_data_to_device
 from lit_callbacks.protocols import Message
@@ -72,8 +71,9 @@ class AnsweringModule(LightningModule):
     def text_loss(self, texts: Sequence[str]) -> tuple[Tensor, int]:
         """Summed cross-entropy of plain texts in nats, and their number of predicted tokens."""
         encoded = [np.array(self.tokenizer(text)["input_ids"]) for text in texts]
-        batches = [move_data_to_device(pack_samples([(ids, ids)]), self.device) for ids in encoded]
-        return torch.stack([self(one).loss_sum for one in batches]).sum(), sum(len(one["targets"]) for one in batches)
+        # One pass for any number of texts: ranks with shards of the weights wait for each other in each.
+        batch = move_data_to_device(pack_samples([(ids, ids) for ids in encoded]), self.device)
+        return self(batch).loss_sum, len(batch["targets"])
 
     def predict_step(self, batch: Sequence[Question], batch_idx: int) -> list[Answer]:
         """Answer the questions of a batch, as ``sampling`` says."""

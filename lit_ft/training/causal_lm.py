@@ -214,7 +214,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
             process.seed_micro_batch(self.trainer, batch_idx)
             result = self(packed)
             self.train_metrics.add(result, packed)
-            if self.record_losses is not None and "sample_ids" in packed:
+            if self.record_losses is not None and "sample_ids" in packed and process.leads_replica(self.trainer):
                 of_samples = packed["sample_targets"], packed["sample_sources"]
                 self.record_losses(packed["sample_ids"], result.per_token, *of_samples, per_token=True)
             loss_sum = result.loss_sum + self._packed.take_router_loss(len(packed["targets"]), self.train_metrics)

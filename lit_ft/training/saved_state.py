@@ -15,6 +15,7 @@ from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, trainable_shapes
 from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import TRAINED
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
@@ -23,8 +24,6 @@ from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions, chec
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 
-_TRAINED = "current_model_state"
-"""Key of the weights that are trained in a checkpoint of ``WeightAveraging``, whose ``state_dict`` is their average."""
 _NO_OPTIONS = frozenset(("params", "param_names", "initial_lr", GIVEN))
 """Entries of an optimizer's groups that are no options of it."""
 
@@ -88,7 +87,7 @@ class SavedState:
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Reduce a checkpoint to the weights that train, and add the state."""
-        for weights in {"state_dict", _TRAINED} & checkpoint.keys():
+        for weights in {"state_dict", TRAINED} & checkpoint.keys():
             checkpoint[weights] = {n: t for n, t in checkpoint[weights].items() if n in self.shapes}
         self.buffers.warn_of_changes(self.forward.base)
         checkpoint["optimizer_names"] = self.optimizer_names
@@ -189,5 +188,5 @@ class _Groups(NamedTuple):
 
 def _complete_average(checkpoint: Checkpoint, frozen: dict[str, Tensor]) -> None:
     """Add the frozen weights to those of a checkpoint of ``WeightAveraging``, which loads all of a model or nothing."""
-    if _TRAINED in checkpoint:
-        checkpoint |= {name: frozen | checkpoint[name] for name in ("state_dict", _TRAINED)}
+    if TRAINED in checkpoint:
+        checkpoint |= {name: frozen | checkpoint[name] for name in ("state_dict", TRAINED)}

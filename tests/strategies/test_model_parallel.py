@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
+from lit_callbacks import AdapterMerger, LossLedger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import full_tensor, full_weights
+from lit_callbacks.loss_ledger.ledger_files import read_visits
 from peft import LoraConfig
 from ranks import LiveRanks, on_ranks
 from shared_fixtures import make_tokenizer, record_cell, tiny_qwen2
@@ -33,6 +36,7 @@ from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
 from lit_ft.commands.plan import pretended_rank
+from lit_ft.gradient_norm import local
 from lit_ft.internals.torch import HAS_ZERO_BUBBLE, SHARDS_INTEGERS
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.parallel.pipeline_parallel import ZERO_BUBBLE
@@ -127,6 +131,8 @@ class Run:
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     precision: Any = "32-true"
+    scale: float | None = None
+    """First scale of fp16's losses; Lightning refuses ``16-mixed`` on a CPU, and takes it as a plugin."""
     validates: bool = True
     validates_every: int | None = None
     micro_batch_size: int = 4
@@ -150,6 +156,8 @@ def fit(
     """Loss and gradient norm of each step, final weights (rank 0's), loss of the validation or NaN."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     replicas = 1 if layout is None else layout.data
+    scaler = None if run.scale is None else torch.amp.GradScaler("cpu", init_scale=run.scale)
+    fp16 = [] if scaler is None else [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
     module = CausalLM(folder, **run.model, optimizer=run.optimizer)
     record = Record(run.save_after, run.save)
     trainer = make_trainer(
@@ -162,9 +170,9 @@ def fit(
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         callbacks=[record, *callbacks],
-        precision=run.precision,
+        precision=None if fp16 else run.precision,
         use_distributed_sampler=False,
-        plugins=[AnyCheckpointIO()],
+        plugins=[AnyCheckpointIO(), *fp16],
     )
     val_path = str(Path(data).with_name("val.json")) if run.validates else None
     rows = TextDataModule(data, micro_batch_size=run.micro_batch_size, max_length=run.max_length, val_path=val_path)
@@ -394,6 +402,38 @@ def test_precisions(
             assert got == pytest.approx(wanted, rel=5e-2)
 
 
+class Overflow(Callback):
+    """Callback that makes a gradient of the last rank infinite in the second step."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == trainer.world_size - 1:
+            gradients = [local(p.grad) for p in pl_module.parameters() if p.grad is not None]
+            for gradient in gradients[:1]:  # none after an empty micro-batch
+                gradient[(0,) * gradient.ndim] = math.inf
+
+
+SCALED = {
+    "scales that are too large": (Run(scale=2.0**23, steps=4, validates=False), ()),
+    "one rank's gradients overflow": (Run(scale=2.0**10, optimizer=adamw, steps=4, validates=False), (Overflow,)),
+}
+
+
+@pytest.mark.parametrize(("layout", "way"), [*product(["pp2", "tp2"], SCALED), ("dp2xpp2", [*SCALED][1])])
+def test_a_gradient_scaler_skips_the_steps_that_it_skips_on_one_process(
+    make_trainer: Any, qwen2: Any, rows: str, live_ranks: LiveRanks, layout: str, way: str
+) -> None:
+    """Within a pipeline too, whose backward passes come before Lightning scales the loss, and on all stages or none."""
+    (run, kinds), place = SCALED[way], LAYOUTS[layout]
+    folder = qwen2(place.layers)
+    one, _, _ = fit(make_trainer, folder, rows, run, callbacks=[kind() for kind in kinds])
+    assert len(one) == 4
+    assert not all(math.isfinite(norm) for _, norm in one)
+    callbacks = [kind() for kind in kinds]
+    for found, _, _ in live_ranks(place.world, fit, make_trainer, folder, rows, run, place, None, callbacks):
+        assert [math.isfinite(norm) for _, norm in found] == [math.isfinite(norm) for _, norm in one]
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], rel=1e-2)
+
+
 # --- what is written, and what is answered --------------------------------------------------------------
 
 
@@ -567,8 +607,8 @@ def test_architectures(
         record_cell(architecture, column, f"{max(loss, worst):.0e}")
 
 
-def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = None) -> dict[str, Any]:
-    """What callbacks say of a run."""
+def measure(make_trainer: Any, folder: str, data: str, out: str, layout: Layout | None = None) -> dict[str, Any]:
+    """What callbacks say of a run; the ledger is in ``out``."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     module = CausalLM(folder, peft=LORA, optimizer=sgd)
     record, monitor, guard = Record(None, None), ThroughputMonitor(), SpikeGuard()
@@ -578,7 +618,7 @@ def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = N
         devices=1 if layout is None else layout.world,
         strategy="auto" if layout is None else layout.strategy(),
         use_distributed_sampler=False,
-        callbacks=[record, monitor, guard],
+        callbacks=[record, monitor, guard, LossLedger(out)],
         log_every_n_steps=1,
     )
     trainer.fit(module, TextDataModule(data, micro_batch_size=4, max_length=96))
@@ -595,16 +635,20 @@ def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = N
 
 @pytest.mark.parametrize("layout", ["pp2xtp2", "dp2xpp2", "cp2"])
 def test_callbacks_measure_what_they_do_on_one_process(
-    make_trainer: Any, qwen2: Any, rows: str, live_ranks: LiveRanks, layout: str
+    make_trainer: Any, qwen2: Any, rows: str, live_ranks: LiveRanks, tmp_path: Path, layout: str
 ) -> None:
     folder, places = qwen2(LAYOUTS[layout].layers), LAYOUTS[layout]
-    (one,) = live_ranks(1, measure, make_trainer, folder, rows)
-    for found in live_ranks(places.world, measure, make_trainer, folder, rows, places):
+    (one,) = live_ranks(1, measure, make_trainer, folder, rows, str(tmp_path / "one"))
+    for found in live_ranks(places.world, measure, make_trainer, folder, rows, str(tmp_path / "ranks"), places):
         assert found["guarded"] == pytest.approx(found["norms"], rel=1e-6)
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
         assert found["flops of a token"] == pytest.approx(one["flops of a token"], rel=1e-3)
         assert found["tokens of a step"] == pytest.approx(one["tokens of a step"], rel=0.2)
         assert found["weights"] == one["weights"]
+    # Each visit of a sample once, though all ranks of a replica compute its loss.
+    ledgers = [sorted(read_visits(tmp_path / name)) for name in ("one", "ranks")]
+    assert [visit[:4] for visit in ledgers[0]] == [visit[:4] for visit in ledgers[1]]
+    assert [visit.loss for visit in ledgers[0]] == pytest.approx([visit.loss for visit in ledgers[1]], rel=1e-4)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------

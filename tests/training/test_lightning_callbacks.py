@@ -16,11 +16,12 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from lit_ft import RecipeError
+from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
 from lit_ft.training.steps.lightning_callbacks import average_what_differs, check_lightning_callbacks
 
@@ -83,3 +84,30 @@ def test_the_average_is_saved_and_exported_without_the_base_and_a_resumed_run_go
     adapter = load_file(full / "adapter" / "adapter_model.safetensors")
     assert {f"model.{name}" for name in adapter} == {name.replace("default.", "") for name in averaged}
     assert all(torch.equal(adapter[n.replace("default.", "").removeprefix("model.")], t) for n, t in averaged.items())
+
+
+class SaveInValidation(Callback):
+    """Callback that saves within the first validation, and right after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / "within.ckpt")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / "after.ckpt")
+
+
+def test_what_an_exception_within_a_validation_saves_is_not_the_average_in_place_of_the_weights(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    """A validation computes with the average, and Lightning exchanges the two for it."""
+    module = CausalLM(model_folder, peft=LoraConfig(r=4, target_modules="all-linear"))
+    callbacks = [EMAWeightAveraging(decay=0.5), SaveInValidation(tmp_path)]
+    data = TextDataModule(write_rows(), val_path=write_rows(name="val.json", count=2))
+    make_trainer(max_steps=2, val_check_interval=2, callbacks=callbacks).fit(module, data)
+    within, after = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("within", "after"))
+    for key in ("state_dict", "current_model_state"):
+        assert all(torch.equal(within[key][name], tensor) for name, tensor in after[key].items())
+    assert not all(torch.equal(after["state_dict"][name], t) for name, t in after["current_model_state"].items())

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import StepLR
 from benchmarks.memory.optimizer_state import FRAGMENTS, bytes_per_weight, read_optimizer, state_bytes
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.cli import main
+from lit_ft.strategies import FSDPStrategy
 from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer, configure_optimizers, hidden_matrices
 from lit_ft.training.optimizers.schedules import ConstantWithWarmup, LinearWithWarmup
 
@@ -387,6 +388,16 @@ def test_fused_and_clipped_in_mixed_precision(make_trainer: Any, model_folder: s
     scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(RecipeError, match="leaves gradients scaled until a fused optimizer's step"):
         make_trainer(**options, plugins=[scaled]).fit(make_module(model_folder, "adamw_fused"), rows)
+
+
+@pytest.mark.parametrize("strategy", ["auto", FSDPStrategy])
+def test_weights_in_float16_do_not_train_under_a_gradient_scaler(
+    make_trainer: Any, model_folder: str, write_rows: Any, strategy: Any
+) -> None:
+    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    trainer = make_trainer(plugins=[scaled], strategy=strategy if strategy == "auto" else strategy())
+    with pytest.raises(RecipeError, match="weights in float16 are to train; set model.dtype=float32"):
+        trainer.fit(CausalLM(model_folder, dtype="float16"), TextDataModule(write_rows()))
 
 
 @pytest.mark.parametrize(("fragment", "package"), [("schedule_free", "schedulefree"), ("galore", "pytorch-optimizer")])

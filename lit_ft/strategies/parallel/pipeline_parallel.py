@@ -273,6 +273,7 @@ class Pipeline:
         multiple: number that the tokens of a micro-batch are padded to a multiple of.
         sequence_shards: number of ranks that the hidden sequence is split over between layers.
         local_tokens: selects this rank's tokens of a micro-batch (context parallelism).
+        scaled: multiplies a tensor by the scale of fp16's gradient scaler, if there is one.
     """
 
     def __init__(
@@ -287,8 +288,10 @@ class Pipeline:
         multiple: int = 1,
         sequence_shards: int = 1,
         local_tokens: Callable[[PackedBatch], PackedBatch] | None = None,
+        scaled: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.stages, self.mesh = stages, mesh
+        self._scaled, self._loss_factor = scaled, torch.ones((), device=boundary.device)
         self.micro_batches, self.multiple = micro_batches, multiple
         self.sequence_shards, self.local_tokens = sequence_shards, local_tokens
         self.width, self.device = boundary.shape[-1], boundary.device
@@ -320,7 +323,7 @@ class Pipeline:
         self.schedule = make(
             self._torch_stages[0] if stages_per_rank(schedule) == 1 else self._torch_stages,
             n_microbatches=micro_batches,
-            loss_fn=lambda loss, _: loss,
+            loss_fn=lambda loss, _: loss * self._loss_factor,
             scale_grads=False,
         )
         # On NCCL a group's first call must be one of all its ranks, or a batch of messages among some of them may hang
@@ -340,6 +343,11 @@ class Pipeline:
             stage.packed_batches = parts if self.local_tokens is None else [self.local_tokens(part) for part in parts]
             torch_stage.shapes = shapes
             stage.results.clear()
+        if self._scaled is not None:
+            # As large as without a pipeline, so that gradients within the schedule neither vanish in fp16 nor overflow
+            # at every scale; `_put_in_place` divides by it.
+            one = torch.ones((), device=self.device)
+            self._loss_factor = self._scaled(one) / max(len(batch["targets"]), 1)
         wants_gradients = torch.is_grad_enabled()
         with _set_aside(self.parameters) as gradients:
             self._run(self.schedule.step if wants_gradients else self.schedule.eval)
@@ -407,7 +415,7 @@ class Pipeline:
     def _put_in_place(self, factor: Tensor) -> None:
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             if gradient is not None:
-                local(gradient).mul_(factor)
+                local(gradient).mul_(factor / self._loss_factor)
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.internals.torch_internals import unscales_gradients_itself
 from lit_callbacks.protocols import KeepsTwoWeightSets
@@ -92,6 +93,19 @@ OPTIMIZERS: Sequence[OptimizerSupport] = (
     OptimizerSupport("deepspeed.ops.adam.DeepSpeedCPUAdam", shards=_NOT_COMPARED),
 )
 NOT_LISTED = OptimizerSupport("any other", shards=_NOT_COMPARED)
+
+
+def check_scaled_weights(optimizer: Optimizer) -> None:
+    """Refuse weights that train in float16 under a gradient scaler, whose gradients it could not divide by its scale.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    if any(p.dtype == torch.float16 for group in optimizer.param_groups for p in group["params"]):
+        raise RecipeError(
+            "trainer.precision=16-mixed computes in float16 with weights in float32, but weights in float16 are to "
+            "train; set model.dtype=float32 (with an adapter, model.adapter_dtype=float32)"
+        )
 
 
 def check_situation(optimizer: Optimizer, name: str, value: str = "") -> None:

@@ -45,6 +45,7 @@ class EvaluationStepsModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over the validation set."""
+        super().on_validation_epoch_end()
         self.val_metrics.log(self, "val", prog_bar=True)
 
     def on_test_epoch_end(self) -> None:

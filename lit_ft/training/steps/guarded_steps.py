@@ -21,6 +21,16 @@ class GuardedStepsModule(LightningCallbacksModule):
         self._finite = FiniteCheck()
         self._has_stepped = False
 
+    def on_fit_start(self) -> None:
+        """Check that what a gradient scaler scales can be divided by its scale again.
+
+        Raises:
+            RecipeError: a weight trains in float16.
+        """
+        super().on_fit_start()
+        for optimizer in self.trainer.optimizers if grad_scaler(self.trainer) is not None else ():
+            optimizer_support.check_scaled_weights(optimizer)
+
     def measured_gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Norm of all gradients over all ranks, a scalar, before clipping; measured once per step, whoever asks for it.
 

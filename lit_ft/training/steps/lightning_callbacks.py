@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lit_ft.errors import RecipeError
-from lit_ft.internals.lightning import average_of
+from lit_ft.internals.lightning import TRAINED, average_of
+from lit_ft.protocols import Checkpoint
+from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 
 _REFUSED: dict[type[Callback], str] = {
     BaseFinetuning: "freezes parts of a model that is not there yet; name the weights that train by model.trainable, "
@@ -33,19 +35,42 @@ _REFUSED: dict[type[Callback], str] = {
 class LightningCallbacksModule(LightningModule):
     """LightningModule that refuses what would do nothing, and whose frozen weights averages leave as they are."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._holds_average = False
+        """Whether ``WeightAveraging`` has exchanged weights and average, for a validation."""
+
     def setup(self, stage: str) -> None:
-        """Check the trainer's callbacks, and let averages of weights leave the frozen base as it is.
+        """Check the trainer's strategy and callbacks, and let averages of weights leave the frozen base as it is.
 
         Raises:
-            RecipeError: a callback would do nothing.
+            RecipeError: a callback would do nothing, or the strategy trains something else.
         """
         super().setup(stage)
+        self._holds_average = False
         callbacks = attributes_of(self.trainer).callbacks
         if stage == "fit":
+            check_lightning_strategy(type(self.trainer.strategy))
             check_lightning_callbacks(callbacks, self.trainer.strategy)
         for callback in callbacks:  # they are set up by now
             if isinstance(callback, WeightAveraging) and (average := average_of(callback)) is not None:
                 average_what_differs(average)
+
+    def on_validation_epoch_start(self) -> None:
+        """Note that callbacks have exchanged weights and average."""
+        super().on_validation_epoch_start()
+        self._holds_average = True
+
+    def on_validation_epoch_end(self) -> None:
+        """Note that callbacks have exchanged them back."""
+        super().on_validation_epoch_end()
+        self._holds_average = False
+
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Put weights and average where they belong, in a checkpoint that an exception within a validation writes."""
+        super().on_save_checkpoint(checkpoint)
+        if self._holds_average and TRAINED in checkpoint:
+            checkpoint |= {TRAINED: checkpoint["state_dict"], "state_dict": checkpoint[TRAINED]}
 
 
 def check_lightning_callbacks(callbacks: Iterable[Callback], strategy: Strategy) -> None:
