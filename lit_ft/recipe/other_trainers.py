@@ -67,7 +67,7 @@ OPTIONS = {
     "dataset_val": "data.val_path",
     "datasets": "data.sources",
     "ddp_timeout": "timeout of the class lightning.pytorch.strategies.DDPStrategy",
-    "deepspeed": "trainer.strategy; see recipes/strategies/deepspeed_zero2.yaml",
+    "deepspeed": "trainer.strategy lit_ft.strategies.DeepSpeedStrategy, your file as its config (docs/migration.md)",
     "default_local_dir": "run_dir",
     "default_root_dir": "run_dir",
     "default_system": "data.system",
