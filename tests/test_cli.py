@@ -383,6 +383,14 @@ def test_checkpoints_that_do_not_fit(
     assert "the checkpoint does not fit the model: 8 of 8 trainable weights differ" in lines
     lines = run(capsys, *resume, arguments[2], code=2)
     assert "is no Lightning checkpoint" in lines
+    for name, advice in (
+        ("adapter_config.json", "--model.adapter FOLDER"),
+        ("config.json", "--model.pretrained FOLDER"),
+    ):
+        (theirs := tmp_path / name / "checkpoint-500").mkdir(parents=True)
+        (theirs / "trainer_state.json").touch()
+        (theirs / name).touch()
+        assert advice in run(capsys, *resume, str(theirs), code=2)
     lines = run(capsys, *resume, "last", "--seed_everything", "5", code=2)
     assert "the checkpoint was written on other data: seed_everything was" in lines
     assert "--resume_data changed" in lines

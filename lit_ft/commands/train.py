@@ -437,7 +437,7 @@ class TrainingCLI(LightningCLI):
 
     @staticmethod
     def _check_base(model: CausalLM) -> None:
-        """Compare a base model that ``export`` or ``merge`` has written with its manifest.
+        """Compare a base model and a given adapter that ``export`` or ``merge`` has written with their manifests.
 
         Sizes are compared on all ranks; SHA-256 sums on rank 0, of folders up to ``HASHED_BASE_BYTES``. Loading then
         reads the same bytes from the file cache of the operating system.
@@ -445,6 +445,8 @@ class TrainingCLI(LightningCLI):
         folder = Path((base := model.spec.base).pretrained).expanduser()
         if base.init == "pretrained" and folder.is_dir():
             check_unchanged(folder, HASHED_BASE_BYTES if is_rank_zero() else 0)
+        if (given := model.spec.tuning.given) is not None:
+            check_unchanged(given)
 
     def _check_positions(self, what: str, length: int | None) -> None:
         if isinstance(self.model, CausalLM):

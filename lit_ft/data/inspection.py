@@ -97,7 +97,7 @@ def describe_source(
     )
 
 
-_CONVERSATIONS = ("alpaca", "sharegpt", "messages")
+_CONVERSATIONS = ("alpaca", "sharegpt", "messages", "prompt_completion")
 
 
 def _ends(arrays: TokenArrays, chosen: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
 
-from lit_ft.data.text.formats import Chat, Text, renamed
+from lit_ft.data.text.formats import ANSWERS, Chat, Text, renamed
 from lit_ft.data.text.rendering import expected_answer, prompt_of
 from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens.preparation import Preparation
@@ -19,10 +19,10 @@ _OPEN = "?"
 """Stands for the missing answer, so that the readers of training rows read a question too; no prompt depends on it."""
 _ANSWER_COLUMNS = frozenset({"output", "completion"})
 _TURNS = {
-    "messages": ("messages", "role", "content", "assistant", ("assistant",)),
-    "sharegpt": ("conversations", "from", "value", "gpt", ("gpt", "assistant", "function_call")),
+    "messages": ("messages", "role", "content"),
+    "sharegpt": ("conversations", "from", "value"),
 }
-"""By format: column of the turns, keys of a turn's role and text, role of an answer, and all names of that role."""
+"""By format: column of the turns, and keys of a turn's role and text."""
 
 
 def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] | None = None) -> list[Question]:
@@ -102,14 +102,14 @@ def without_answer(row: RawRow, form: str) -> RawRow | None:
         return {**row, "completion": [{"role": "assistant", "content": _OPEN}] if is_chat else _OPEN}
     if form not in _TURNS:
         return None
-    column, role, text, answers, names = _TURNS[form]
+    column, role, text = _TURNS[form]
     turns = row.get(column)
     if not isinstance(turns, list) or not turns or not isinstance(last := turns[-1], Mapping):
         return None
-    is_answer = last.get(role) in names
+    is_answer = last.get(role) in ANSWERS
     if is_answer and not (_is_empty(last.get(text)) and not (last.get("tool_calls") or last.get("function_call"))):
         return None
-    return {**row, column: [*(turns[:-1] if is_answer else turns), {role: answers, text: _OPEN}]}
+    return {**row, column: [*(turns[:-1] if is_answer else turns), {role: "assistant", text: _OPEN}]}
 
 
 def _is_empty(value: object) -> bool:

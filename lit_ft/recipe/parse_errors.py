@@ -242,9 +242,20 @@ def _place_of(option: str) -> str | None:
 def _class_with(option: str, key: str) -> str | None:
     """First of the classes for ``key`` that has an option of this name; None where none has."""
     for module, _, name in (class_path.rpartition(".") for class_path in _CLASSES_BELOW.get(key, ())):
-        if option in inspect.signature(getattr(import_module(module), name)).parameters:
+        if option in _options_of(getattr(import_module(module), name)):
             return f"{module}.{name}"
     return None
+
+
+def _options_of(cls: type) -> set[str]:
+    """Names of a class's options, with those of the bases to which it hands on what it does not name."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        parameters = inspect.signature(base).parameters
+        names |= parameters.keys()
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
 
 
 _CLASSES_BELOW = {
@@ -255,7 +266,11 @@ _CLASSES_BELOW = {
         "lightning.pytorch.callbacks.ModelCheckpoint",
         "lit_ft.ExactMatch",
     ),
-    "trainer.strategy": ("lit_ft.strategies.FSDPStrategy", "lit_ft.strategies.ModelParallelStrategy"),
+    "trainer.strategy": (
+        "lit_ft.strategies.FSDPStrategy",
+        "lit_ft.strategies.ModelParallelStrategy",
+        "lit_ft.strategies.DeepSpeedStrategy",
+    ),
     "model.quantization": ("transformers.BitsAndBytesConfig",),
 }
 """Classes whose options are looked for where an option is unknown, by the option that takes the class."""

@@ -48,6 +48,11 @@ def check_strategy_name(strategy: object) -> None:
             f"trainer.strategy={shortened(strategy, 200)} is no class of a strategy with options of its own; write "
             "--trainer.strategy.class_path CLASS --trainer.strategy.OPTION VALUE, and the error is about one of them"
         )
+    if strategy.endswith(".json"):
+        raise RecipeError(
+            f"trainer.strategy={strategy} is a file; DeepSpeed's configuration is an option of its class: "
+            f"--trainer.strategy lit_ft.strategies.DeepSpeedStrategy --trainer.strategy.config {strategy}"
+        )
     if "." in strategy:
         path = CLASSES.get(strategy.rpartition(".")[2].lower(), strategy)
         raise RecipeError(

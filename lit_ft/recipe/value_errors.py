@@ -64,12 +64,20 @@ _KINDS = {
 }
 _OTHER_WORDS = {
     "bf16": "bfloat16",
+    "chat_template": "messages",
     "chatml": "messages",
+    "default": "assistant",
+    "delete": "drop",
     "float": "float32",
     "fp16": "16-mixed",
     "fp32": "float32",
     "half": "float16",
+    "instruct": "alpaca",
+    "interleave_over": "all_exhausted",
+    "interleave_under": "first_exhausted",
+    "last_round": "last",
     "openai": "messages",
+    "raise": "error",
 }
 """Other trainers' words for values."""
 

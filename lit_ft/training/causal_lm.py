@@ -86,6 +86,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
         max_new_tokens: int = 256,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Say what is trained and how.
 
@@ -127,12 +128,14 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
             optimizer: makes the optimizer from the trainable parameters; a recipe gives it at the top level.
                 null is AdamW with a learning rate of 1e-4.
             lr_scheduler: makes the schedule from the optimizer; a recipe gives it at the top level.
+            adapter: folder of an adapter that was trained before, here or by another trainer, to go on with; it has its
+                config, so that peft is null.
         """
         super().__init__()
         new = added_tokens or [], added_special_tokens or []
         pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
         base = ModelSpec(pretrained, tokenizer, *new, init, dtype, attn_implementation, quantization, config_overrides)
-        tuning = TuningSpec(peft, adapter_dtype, trainable)
+        tuning = TuningSpec.of(peft, adapter_dtype, trainable, adapter)
         passes = gradient_checkpointing, activation_offload, compile, pad_rows_to, liger, fused_lora
         self.spec = TrainingSpec(base, tuning, *passes, neftune_alpha, router_aux_loss)
         self.init_rows, self.max_new_tokens, self.lr_factors = init_rows, max_new_tokens, lr_factors or {}

@@ -104,7 +104,8 @@ class TrainingSpec:
         self._check_liger(device)
         skeleton = self.base.skeleton()
         router_loss.coefficient(skeleton, self.router_aux_loss)
-        return self.tuning.wrap_skeleton(skeleton, self.base.added_ids, start)
+        base = None if self.tuning.given is None else self.fingerprint()
+        return self.tuning.wrap_skeleton(skeleton, self.base.added_ids, start, base)
 
     def _check_liger(self, device: torch.device | None) -> None:
         if self.liger:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from peft import PeftConfig, PeftModel
@@ -10,10 +11,11 @@ from transformers import PreTrainedModel
 from lit_ft.errors import RecipeError
 from lit_ft.model import quantization
 from lit_ft.model.files import deferred_cast
+from lit_ft.model.files.fingerprint import Fingerprint
 from lit_ft.model.loading import DENSE
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss
-from lit_ft.tuning import added_tokens, compatibility, lora_init, prompt_learning, wrapping
+from lit_ft.tuning import added_tokens, compatibility, given_adapter, lora_init, prompt_learning, wrapping
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.targets import unreached
 
@@ -27,6 +29,28 @@ class TuningSpec:
     adapter_dtype: Literal["float32", "auto"] = "float32"
     trainable: Sequence[str] | None = None
     """Regular expressions for the names of the weights that train; None trains all, unless there is an adapter."""
+    given: Path | None = None
+    """Folder of an adapter of the config ``peft``, whose weights training begins with."""
+
+    @classmethod
+    def of(
+        cls,
+        peft: PeftConfig | None,
+        adapter_dtype: Literal["float32", "auto"],
+        trainable: Sequence[str] | None,
+        adapter: str | None,
+    ) -> "TuningSpec":
+        """Method of a recipe's options; an adapter's folder has its config.
+
+        Raises:
+            RecipeError: both a config and an adapter are given, or the folder holds no adapter.
+        """
+        if adapter is None:
+            return cls(peft, adapter_dtype, trainable)
+        if peft is not None:
+            raise RecipeError(f"model.adapter={adapter!r} has a config of its own; set model.peft to null")
+        folder = Path(adapter).expanduser()
+        return cls(given_adapter.config_of(folder), adapter_dtype, trainable, folder)
 
     @property
     def method(self) -> str:
@@ -57,9 +81,13 @@ class TuningSpec:
         return DENSE if requested == "auto" and is_prefix else requested  # packed attention reads no prefix
 
     def wrap_skeleton(
-        self, skeleton: PreTrainedModel, added_ids: Sequence[int], start: LoraInitState | None
+        self,
+        skeleton: PreTrainedModel,
+        added_ids: Sequence[int],
+        start: LoraInitState | None,
+        base: Fingerprint | None = None,
     ) -> PreTrainedModel | PeftModel:
-        """Apply the method to a model without weights.
+        """Apply the method to a model without weights; ``base`` is compared with that of a given adapter.
 
         Raises:
             RecipeError: the method does not fit the model.
@@ -69,6 +97,8 @@ class TuningSpec:
         wrapped = self._wrap(skeleton, added_ids, self._without_init(start))
         if self.peft is not None:
             lora_init.check_layers(wrapped, self.peft)
+        if self.given is not None:
+            given_adapter.check(self.given, _peft_model(wrapped), base)
         return wrapped
 
     def adapt(
@@ -90,7 +120,10 @@ class TuningSpec:
         """
         ids = spec.added_ids
         if self.peft is None or not lora_init.needs_init(self.peft):
-            return self._wrap(base, ids, self.peft), start
+            wrapped = self._wrap(base, ids, self.peft)
+            if self.given is not None:
+                given_adapter.load(self.given, _peft_model(wrapped))
+            return wrapped, start
         deferred_cast.cast(base)  # the init reads full weights, and may change them
         if start is not None:
             return lora_init.restore(_peft_model(self._wrap(base, ids, self._without_init(start))), start), start

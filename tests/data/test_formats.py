@@ -209,6 +209,61 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
         ),
         Chat([ASK, turn("assistant", "", tool_calls=[call("add", x=1)]), turn("tool", "1", name="add"), SAY], TOOLS),
     ),
+    "messages, roles of ms-swift": (
+        "messages",
+        chat(
+            ASK,
+            turn("assistant", "t", loss=False),
+            turn("tool_call", '{"name": "add", "arguments": {"x": 1}}'),
+            turn("tool_call", '{"name": "add", "arguments": "{\\"x\\": 2}"}', loss=False),
+            turn("tool_response", "3"),
+            turn("tool_response", "4"),
+            SAY,
+            tools=json.dumps(TOOLS),
+        ),
+        Chat(
+            [
+                ASK,
+                turn("assistant", "t", tool_calls=[call("add", x=1), call("add", x=2)]),
+                turn("tool", "3"),
+                turn("tool", "4"),
+                SAY,
+            ],
+            TOOLS,
+            {1: False},
+        ),
+    ),
+    "messages, roles of ShareGPT": (
+        "messages",
+        chat(
+            turn("human", "q"),
+            turn("function_call", '[{"name": "now"}, {"name": "add", "arguments": {"x": 1}}]'),
+            turn("observation", "3"),
+            turn("gpt", "a"),
+        ),
+        Chat([ASK, turn("assistant", "", tool_calls=[call("now"), call("add", x=1)]), turn("tool", "3"), SAY]),
+    ),
+    "prompt_completion, a call in each": (
+        "prompt_completion",
+        {
+            "prompt": [ASK, SAY, ASK, turn("tool_call", '{"name": "now"}'), turn("tool", "3")],
+            "completion": [turn("assistant", "t"), turn("tool_call", '{"name": "now"}'), turn("tool", "4"), SAY],
+        },
+        Chat(
+            [
+                ASK,
+                SAY,
+                ASK,
+                turn("assistant", "", tool_calls=[call("now")]),
+                turn("tool", "3"),
+                turn("assistant", "t", tool_calls=[call("now")]),
+                turn("tool", "4"),
+                SAY,
+            ],
+            None,
+            {1: False, 3: False},
+        ),
+    ),
     "messages, other keys": (
         "messages",
         chat(turn("user", "q", name="Ann"), turn("assistant", "a", name=None, reasoning_content="r", refusal="")),
@@ -318,10 +373,10 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (share(("system", "s"), ("human", "q"), system="s"), "has a 'system' and a system turn in 'conversations'"),
         (share(("human", "q")), "'conversations' holds no assistant turn; there is nothing to learn from this row"),
         (share(("human", "q"), ("system", "s")), "item 2: 'role' is 'system' after other turns; it must come first"),
-        (share(("function_call", "{")), "'conversations' item 1: 'value' of a function_call is not JSON ("),
-        (share(("function_call", "[" * 100_000)), "'value' of a function_call is not JSON (maximum recursion"),
-        (share(("function_call", "null")), "'value' of a function_call is 'null'; name and arguments are needed"),
-        (share(("function_call", "[]")), "'value' of a function_call is '[]'; name and arguments are needed"),
+        (share(("function_call", "{")), "'conversations' item 1: the text of a function_call is not JSON ("),
+        (share(("function_call", "[" * 100_000)), "the text of a function_call is not JSON (maximum recursion"),
+        (share(("function_call", "null")), "the text of a function_call is 'null'; name and arguments are needed"),
+        (share(("function_call", "[]")), "the text of a function_call is '[]'; name and arguments are needed"),
         (
             share(("function_call", "[3]")),
             "item 1: a tool call is a int without a name; it needs 'name' and 'arguments'",
@@ -366,6 +421,11 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (chat(turn("user", [{"type": "text"}])), "item 1: 'text' of 'content' is missing; text is needed"),
         (chat(ASK), "'messages' holds no assistant turn; there is nothing to learn from this row, remove it"),
         (chat(ASK, SAY, SAY), "item 3: two assistant turns follow each other; join them, or put back what was between"),
+        (
+            chat(ASK, SAY, turn("tool_call", '{"name": "f"}', loss=False)),
+            "item 3: is one answer with the turn before it, which is marked otherwise; mark both alike",
+        ),
+        (chat(ASK, turn("tool_call", "f(1)")), "item 2: the text of a tool_call is not JSON ("),
         (chat(ASK, turn("developer", "s")), "item 2: 'role' is 'developer' after other turns; it must come first"),
         (
             chat(ASK, turn("tool", "3")),

@@ -72,6 +72,19 @@ def test_lengths_are_those_before_truncation(write_rows: Any) -> None:
     assert f"100% with {longest} (data.max_length is 20)" in facts["max_length that keeps samples whole"]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "the cup is", "completion": " red"},
+        {"prompt": [{"role": "user", "content": "the cup"}], "completion": [{"role": "assistant", "content": "red"}]},
+    ],
+)
+def test_the_end_of_a_completion_is_looked_at(write_rows: Any, row: dict[str, Any]) -> None:
+    report = inspected(TextDataModule(write_rows([row])))
+    (source,) = report.sources["train"]
+    assert (source.closed, source.ends) == (1.0, {"<|im_end|>": 1})
+
+
 def test_a_few_truncated_answers_are_no_problem() -> None:
     assert judge_truncation("a", prepared(3, [9] * 100), 8) == []
     (problem,) = judge_truncation("a", prepared(4, [9] * 100), 8)

@@ -39,6 +39,10 @@ RESULT = {"role": "tool", "content": "a cup"}
             {"messages": [USER, CALL, RESULT]},
             {"messages": [USER, CALL, RESULT, {"role": "assistant", "content": "cup"}]},
         ),
+        (
+            {"messages": [USER, {"role": "gpt", "content": ""}]},
+            {"messages": [USER, {"role": "assistant", "content": "cup"}]},
+        ),
         ({"conversations": [HUMAN]}, {"conversations": [HUMAN, {"from": "gpt", "value": "cup"}]}),
         ({"prompt": "the red book"}, {"completion": "cup"}),
         ({"prompt": [USER], "completion": []}, {"completion": [{"role": "assistant", "content": "cup"}]}),

@@ -117,6 +117,12 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "checkpoint_dir: x\nlora_r: 8\ndata: {class_path: litgpt.A}\ntrain: {local_batch_size: 8, epochs: 4}\n",
         "Here checkpoint_dir = model.pretrained or run_dir, lora_r = model.peft.r, local_batch_size = data.micro",
     ),
+    "a recipe of ms-swift": (
+        "sft.yaml",
+        "tuner_type: lora\nsplit_dataset_ratio: 0.1\nlearning_rate: 1e-4\nlazy_tokenize: true\n",
+        "Here tuner_type = model.peft, split_dataset_ratio = data.val_fraction, learning_rate = "
+        "optimizer.lr; leave out lazy_tokenize",
+    ),
     "a recipe of verl": (
         "sft.yaml",
         "data: {train_files: a, max_length: 9}\nmodel: {partial_pretrain: x, use_liger: true}\ntrainer: {nnodes: 1}\n",

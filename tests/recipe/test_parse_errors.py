@@ -48,6 +48,10 @@ TYPED: dict[str, str] = {
     "fit --optimizer torch.optim.AdamW --optimizer.lr 2e-4,3e-4": "optimizer.lr: '2e-4,3e-4' is no number",
     "fit --trainer.strategy.tensor_parallel_size 2": "trainer.strategy: tensor_parallel_size is an option of a class, "
     "and none is named before it; write --trainer.strategy lit_ft.strategies.ModelParallelStrategy",
+    "fit --trainer.strategy.config ds_z2.json": "write --trainer.strategy lit_ft.strategies.DeepSpeedStrategy, in",
+    "fit --data.supervise last_round": "'last_round' is none of assistant, last, all; did you mean last?",
+    "fit --data.mixing interleave_under": "did you mean first_exhausted?",
+    "fit --data.overlong delete": "did you mean drop?",
     "fit --trainer.strategy ddp --trainer.strategy.init_args.shard_size 2": "shard_size is an option of a class, and "
     "none is named before it; write --trainer.strategy lit_ft.strategies.FSDPStrategy",
     "fit --trainer.strategy.class_path auto": "'auto' is no class path; write the module and the class",

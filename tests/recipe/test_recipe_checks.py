@@ -81,6 +81,10 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {strategy: lit_ft.strategies.FSDPStrategy}",
         "write --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe strategy: {class_path: ",
     ),
+    "DeepSpeed's configuration as a strategy": (
+        "trainer: {strategy: ds_z2.json}",
+        "is a file; DeepSpeed's configuration is an option of its class: --trainer.strategy lit_ft.strategies.DeepSp",
+    ),
     "a strategy's class that is none, as a text": (
         "trainer: {strategy: '{class_path: lit_ft.FSDPStrategy}'}",
         "is no class of a strategy with options of its own; write --trainer.strategy.class_path CLASS",

@@ -16,7 +16,7 @@ from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import VALIDATION_ANSWERS
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from ranks import LiveRanks
 from shared_fixtures import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -214,13 +214,14 @@ class AtStart(Callback):
 
 
 def adapter_at_start(
-    make_trainer: Any, folder: str, data: str, peft: LoraConfig, strategy: str | None = None
+    make_trainer: Any, folder: str, data: str, peft: LoraConfig | str, strategy: str | None = None
 ) -> dict[str, torch.Tensor]:
     os.environ["PL_GLOBAL_SEED"] = "3"
     how: Any = {} if strategy is None else {"strategy": CASTS_LATE[strategy](), "devices": 2}
     start = AtStart()
     trainer = make_trainer(max_steps=1, callbacks=[start], use_distributed_sampler=False, **how)
-    module = CausalLM(folder, dtype="float32", peft=peft, optimizer=sgd)
+    adapter: Any = {"adapter": peft} if isinstance(peft, str) else {"peft": peft}
+    module = CausalLM(folder, dtype="float32", **adapter, optimizer=sgd)
     trainer.fit(module, TextDataModule(data, micro_batch_size=2))
     return start.weights
 
@@ -246,6 +247,26 @@ def test_an_adapter_starts_as_on_one_process_where_the_base_is_cast_later(
     for found in ranks:
         for name, tensor in found.items():
             assert torch.equal(tensor, one[name]), name
+
+
+@pytest.mark.parametrize("strategy", CASTS_LATE)
+def test_a_given_adapter_starts_as_in_its_files(
+    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path, strategy: str
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    theirs = get_peft_model(base, config)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    saved = {f"model.{name}": p for name, p in theirs.named_parameters() if p.requires_grad}
+    ranks = live_ranks(
+        2, adapter_at_start, make_trainer, str(tmp_path / "base"), write_rows(), str(tmp_path / "theirs"), strategy
+    )
+    assert saved.keys() == {name for found in ranks for name in found}
+    for found in ranks:
+        for name, tensor in found.items():
+            assert torch.equal(tensor, saved[name]), name
 
 
 MOVES = [

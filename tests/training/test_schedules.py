@@ -1,5 +1,8 @@
+from functools import partial
+
 import pytest
 import torch
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from lit_ft.errors import RecipeError
 from lit_ft.training.optimizers.schedules import ConstantWithWarmup, CosineWithWarmup, LinearWithWarmup
@@ -28,6 +31,37 @@ def test_cosine() -> None:
 
 def test_constant() -> None:
     assert rates(ConstantWithWarmup, 2, 5) == [0.0, 1.0, 2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_cosine_to_a_fraction_is_that_of_transformers(warmup: int) -> None:
+    theirs = partial(
+        get_cosine_with_min_lr_schedule_with_warmup,
+        num_warmup_steps=warmup,
+        num_training_steps=10,
+        min_lr_rate=0.1,
+    )
+    ours = partial(CosineWithWarmup, warmup=warmup, total_steps=10, final_fraction=0.1)
+    of_both = []
+    for build in (theirs, ours):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+        scheduler, values = build(optimizer), []
+        for _ in range(11):
+            values.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        of_both.append(values)
+    assert of_both[0] == pytest.approx(of_both[1], abs=1e-12)
+    assert of_both[1][-1] == pytest.approx(0.2)
+
+
+def test_linear_to_a_fraction() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = LinearWithWarmup(optimizer, total_steps=4, final_fraction=0.5)
+    assert [schedule.factor(step) for step in range(6)] == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    assert "final_fraction" not in schedule.state_dict()  # a resumed run takes it from its recipe
+    with pytest.raises(RecipeError, match="final_fraction=-2e-05 must be"):
+        LinearWithWarmup(optimizer, final_fraction=-2e-5)
 
 
 def test_a_resumed_run_may_be_longer() -> None:

@@ -74,12 +74,23 @@ def _damage_of_folder(path: Path) -> str | None:
     try:
         differences = verify_manifest(path)
     except FileNotFoundError:
+        if (other := next((what for name, what in _OF_OTHERS.items() if (path / name).is_file()), None)) is not None:
+            return other
         if _promises_manifest(path):
             return "its manifest.json is missing"
         raise checksum.NoChecksum from None
     except ManifestError as error:
         return str(error)
     return str(differences) if differences.damaged else None
+
+
+_OF_OTHERS = {
+    "adapter_config.json": "it is an adapter and no checkpoint of a run; a new run goes on with its weights: "
+    "--model.peft null --model.adapter FOLDER",
+    "config.json": "it is a model and no checkpoint of a run; a new run goes on with its weights: "
+    "--model.pretrained FOLDER",
+}
+"""By a file of a folder without a manifest: what it is instead, e.g. a checkpoint of transformers' Trainer."""
 
 
 def _promises_manifest(path: Path) -> bool:

@@ -104,44 +104,40 @@ def sharegpt(row: RawRow) -> Chat:
 
     ``from``: human, gpt, system, function_call (value: JSON with name and arguments, or a list of these), observation.
     """
-    messages: list[Message] = []
+    turns: list[object] = []
     for number, turn in enumerate(_list(row, "conversations"), 1):
         where = f"'conversations' item {number}"
         if not isinstance(turn, Mapping):
             raise BadRow(f"{where} is {_kind(turn)}; an object with 'from' and 'value' is needed")
-        role = _SHAREGPT_ROLES.get(_string(turn.get("from"), f"{where}: 'from'"))
-        if role is None:
-            advice = _meant({"user": "human", "assistant": "gpt"}, turn["from"])
-            raise BadRow(f"{where}: 'from' is {_shown(turn['from'])}; {advice}known are {', '.join(_SHAREGPT_ROLES)}")
+        name = _string(turn.get("from"), f"{where}: 'from'")
+        if name not in _SHAREGPT_ROLES:
+            advice = _meant({"user": "human", "assistant": "gpt"}, name)
+            raise BadRow(f"{where}: 'from' is {_shown(name)}; {advice}known are {', '.join(_SHAREGPT_ROLES)}")
         text = _string(turn.get("value"), f"{where}: 'value'")
         more = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        if role == "call":
-            calls = _json(text, f"{where}: 'value' of a function_call")
-            if not isinstance(calls, dict | list) or not calls:
-                raise BadRow(f"{where}: 'value' of a function_call is {_shown(text)}; name and arguments are needed")
-            messages.append({**more, "role": "assistant", "content": "", "tool_calls": calls})
-        else:
-            messages.append({**more, "role": role, "content": text})
-    return _chat(messages, row, "conversations")
+        turns.append({**more, "role": name, "content": text})
+    return _chat(turns, row, "conversations")
 
 
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "function_call": "call",
-    "observation": "tool",
-    "tool": "tool",
-}
+_SHAREGPT_ROLES = (
+    "human",
+    "user",
+    "gpt",
+    "assistant",
+    "system",
+    "function_call",
+    "observation",
+    "tool",
+    "tool_call",
+    "tool_response",
+)
 
 
 def messages(row: RawRow, may_be_empty: bool = False) -> Chat:
     """Read ``messages`` in OpenAI's form: ``role``, ``content``, ``tool_calls``; optional ``system``, ``tools``, marks.
 
     ``train: false``, ``weight: 0`` or ``loss: false`` leaves an assistant turn unsupervised, ``train: true`` supervises
-    any turn.
+    any turn. Names of roles that other trainers read are taken too; a turn of role ``tool_call`` holds a call as JSON.
 
     Args:
         row: the row.
@@ -159,14 +155,7 @@ def prompt_completion(row: RawRow) -> Text | Chat:
     """Read ``prompt`` and ``completion``: two texts, or two lists of messages; the completion is supervised."""
     prompt, answer = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(answer, list):
-        chat = _chat([*prompt, *answer], row, "prompt and completion")
-        given = len(chat.messages) - len(answer)
-        for i, message in enumerate(chat.messages[:given]):
-            if message["role"] == "assistant":
-                chat.marks[i] = False
-        if not any(message["role"] == "assistant" for message in chat.messages[given:]):
-            raise BadRow("'completion' holds no assistant turn; there is nothing to learn from this row, remove it")
-        return chat
+        return _chat([*prompt, *answer], row, "prompt and completion", of_prompt=len(prompt))
     return Text(_text(row, "completion", empty=False), _text(row, "prompt", empty=False))
 
 
@@ -308,6 +297,18 @@ def renamed(row: RawRow, columns: Mapping[str, str] | None) -> RawRow:
 # --- conversations ---------------------------------------------------------------------------------
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_SAME_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+}
+"""Roles by further names: ShareGPT's, OpenAI's older one, ms-swift's."""
+_CALLS = ("function_call", "tool_call")
+"""Roles of turns of the assistant that hold calls as JSON, in ShareGPT's and in ms-swift's conversations."""
+ANSWERS = ("assistant", "gpt", *_CALLS)
+"""Roles of turns of the assistant in rows."""
 _MARKS = ("train", "weight", "loss", "loss_scale", "training")
 """Marks of a turn: of this format, OpenAI's, ms-swift's two, Axolotl's as its documentation names it."""
 _MARK_OF_PARTS = "train_detail"
@@ -325,8 +326,9 @@ def _begun(row: RawRow) -> Chat:
     return Chat([{"role": "system", "content": system}] if system else [], _tools(row))
 
 
-def _chat(raw: Sequence[object], row: RawRow, column: str, may_be_empty: bool = False) -> Chat:
-    chat = _begun(row)
+def _chat(raw: Sequence[object], row: RawRow, column: str, may_be_empty: bool = False, of_prompt: int = 0) -> Chat:
+    """Conversation of a row's turns; nothing is learnt from the first ``of_prompt`` of them."""
+    chat, learns = _begun(row), False
     for number, turn in enumerate(raw, 1):
         where = f"{column!r} item {number}"
         if not isinstance(turn, Mapping):
@@ -336,18 +338,29 @@ def _chat(raw: Sequence[object], row: RawRow, column: str, may_be_empty: bool = 
             raise BadRow(f"has a 'system' and a {message['role']} turn in {column!r}; keep one")
         if message["role"] != "tool":  # a result's name is that of its call
             chat.other_keys |= {key for key in message.keys() - _KEYS if message[key] not in EMPTY}
-        if (mark := _mark(turn, where)) is not None:
+        mark = _mark(turn, where)
+        if message["role"] == "assistant":
+            learns, mark = number > of_prompt, False if number <= of_prompt else mark
+        if _joins(turn, chat.messages) and number != of_prompt + 1:
+            if mark not in (None, chat.marks.get(len(chat.messages) - 1)):
+                raise BadRow(
+                    f"{where}: is one answer with the turn before it, which is marked otherwise; mark both alike"
+                )
+            chat.messages[-1]["tool_calls"] = [*chat.messages[-1].get("tool_calls", ()), *message["tool_calls"]]
+            continue
+        if mark is not None:
             chat.marks[len(chat.messages)] = mark
         _check_order(chat.messages, message["role"], where)
         chat.messages.append(message)
-    if not any(message["role"] == "assistant" for message in chat.messages):
-        raise BadRow(f"{column!r} holds no assistant turn; there is nothing to learn from this row, remove it")
+    if not learns:
+        where = "'completion'" if of_prompt else repr(column)
+        raise BadRow(f"{where} holds no assistant turn; there is nothing to learn from this row, remove it")
     return chat
 
 
 def _message(turn: Mapping[str, object], where: str, may_be_empty: bool) -> Message:
-    role = _string(turn.get("role"), f"{where}: 'role'")
-    role = "tool" if role == "function" else role
+    name = _string(turn.get("role"), f"{where}: 'role'")
+    role = "assistant" if name in _CALLS else _SAME_ROLES.get(name, name)
     if role not in _ROLES:
         raise BadRow(f"{where}: 'role' is {_shown(role)}; {_meant({}, role)}known are {', '.join(_ROLES)}")
     # Keys without a value are left out, as in Hugging Face: templates would print None.
@@ -355,6 +368,8 @@ def _message(turn: Mapping[str, object], where: str, may_be_empty: bool) -> Mess
     message["role"] = role
     if "function_call" in message and "tool_calls" not in message:  # OpenAI's older form
         message["tool_calls"] = message.pop("function_call")
+    if name in _CALLS:
+        message |= {"content": "", "tool_calls": _calls_in(message.get("content"), name, where)}
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
         if role != "assistant":
@@ -363,6 +378,19 @@ def _message(turn: Mapping[str, object], where: str, may_be_empty: bool) -> Mess
     content = message.get("content", "" if may_lack else None)
     message["content"] = _content(content, where, may_lack or may_be_empty)
     return message
+
+
+def _calls_in(text: object, role: str, where: str) -> object:
+    """Calls that a turn of one of the roles ``_CALLS`` holds."""
+    calls = _json(_string(text, f"{where}: 'content'"), f"{where}: the text of a {role}")
+    if not isinstance(calls, dict | list) or not calls:
+        raise BadRow(f"{where}: the text of a {role} is {_shown(text)}; name and arguments are needed, as JSON")
+    return calls
+
+
+def _joins(turn: Mapping[str, object], before: list[Message]) -> bool:
+    """Whether a turn goes on with the answer before it: a call after text, or one of several calls."""
+    return turn["role"] in _CALLS and bool(before) and before[-1]["role"] == "assistant"
 
 
 def _meant(names: Mapping[str, str], role: str) -> str:

@@ -65,7 +65,7 @@ NOTES = {
     "is not trained; write it into the content, or take it out",
     "ends without answer": "conversation: ends with a turn that is not the assistant's; it was left out",
     "begins with answer": "conversation: begins with the assistant, whose first turn then answers nothing; remove that "
-    "turn, or set train: false on it",
+    "turn, or set train: false on it; text without questions is written as rows of text",
     "placeholders": "row: holds placeholders that nobody filled in, such as {{{{name}}}} or {{name}}; fill them in",
     "tools spelled out": "conversation: has functions, calls or results, which {template} does not show; "
     "spelled out as text",

@@ -9,6 +9,9 @@ from torch.optim.optimizer import StateDict
 
 from lit_ft.errors import RecipeError
 
+_OF_THE_RECIPE = ("warmup", "total_steps", "final_fraction")
+"""Options of the schedules, which a resumed run takes from its recipe."""
+
 
 class WarmupSchedule(LambdaLR):
     """Linear warm-up from 0, then ``decay`` over the rest of the run, stepped once per optimizer step.
@@ -57,8 +60,8 @@ class WarmupSchedule(LambdaLR):
         return self.decay(min(1.0, (step - self.warmup_steps) / rest))
 
     def state_dict(self) -> StateDict:
-        """Position in the schedule; lengths are not saved but come from the recipe, so a resumed run may be longer."""
-        return {name: value for name, value in super().state_dict().items() if name not in ("warmup", "total_steps")}
+        """Position in the schedule; its options are not saved but come from the recipe: a resumed run may be longer."""
+        return {name: value for name, value in super().state_dict().items() if name not in _OF_THE_RECIPE}
 
     def decay(self, progress: float) -> float:
         """Fraction of the full learning rate after warm-up; ``progress`` runs from 0 to 1."""
@@ -69,17 +72,47 @@ class ConstantWithWarmup(WarmupSchedule):
     """Linear warm-up, then a constant learning rate."""
 
 
-class LinearWithWarmup(WarmupSchedule):
-    """Linear warm-up, then linear decay to 0 at the end of the run."""
+class DecayingSchedule(WarmupSchedule):
+    """Linear warm-up, then a decay to a fraction of the full learning rate at the end of the run."""
+
+    def __init__(
+        self, optimizer: Optimizer, warmup: float = 0.0, total_steps: int | None = None, final_fraction: float = 0.0
+    ) -> None:
+        """Set the lengths of the warm-up and of the run, and where the decay ends.
+
+        Args:
+            optimizer: optimizer whose learning rate is scheduled.
+            warmup: length of the warm-up: a number of optimizer steps (1 or more), or a fraction of the run (below 1).
+            total_steps: number of optimizer steps of the run; null takes it from the trainer.
+            final_fraction: learning rate at the end of the run, as a fraction of the full one, e.g. 0.1.
+        """
+        if not 0 <= final_fraction <= 1:
+            raise RecipeError(
+                f"final_fraction={final_fraction} must be a fraction of optimizer.lr from 0 to 1, e.g. 0.1"
+            )
+        self.final_fraction = final_fraction
+        super().__init__(optimizer, warmup, total_steps)
 
     def decay(self, progress: float) -> float:
-        """Fraction of the full learning rate: 1 at the end of warm-up, 0 at the end of the run."""
+        """Fraction of the full learning rate: 1 at the end of warm-up, ``final_fraction`` at the end of the run."""
+        return self.final_fraction + (1.0 - self.final_fraction) * self.shape(progress)
+
+    def shape(self, progress: float) -> float:
+        """Decay from 1 to 0; ``progress`` runs from 0 to 1."""
+        raise NotImplementedError
+
+
+class LinearWithWarmup(DecayingSchedule):
+    """Linear warm-up, then linear decay to 0, or to ``final_fraction``, at the end of the run."""
+
+    def shape(self, progress: float) -> float:
+        """Straight line."""
         return 1.0 - progress
 
 
-class CosineWithWarmup(WarmupSchedule):
-    """Linear warm-up, then decay along half a cosine to 0 at the end of the run (Loshchilov & Hutter 2017)."""
+class CosineWithWarmup(DecayingSchedule):
+    """Linear warm-up, then decay along half a cosine (Loshchilov & Hutter 2017) to 0, or to ``final_fraction``."""
 
-    def decay(self, progress: float) -> float:
-        """Fraction of the full learning rate: 1 at the end of warm-up, 0 at the end of the run."""
+    def shape(self, progress: float) -> float:
+        """Half a cosine."""
         return 0.5 * (1.0 + math.cos(math.pi * progress))

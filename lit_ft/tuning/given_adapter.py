@@ -1,0 +1,71 @@
+"""LoRA adapter in a folder, of PEFT or of any trainer that writes its files, whose weights training begins with."""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+
+from lit_ft.errors import RecipeError, explained
+from lit_ft.model.files.fingerprint import Fingerprint, check_same_base, read_fingerprint
+from lit_ft.model.files.size_check import shapes_of
+from lit_ft.tuning import lora_init
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def config_of(folder: Path) -> PeftConfig:
+    """Config of an adapter that is trained further.
+
+    Raises:
+        RecipeError: the folder holds no adapter in safetensors, one of another method, or one that fits a changed base.
+    """
+    for name in (_CONFIG, _WEIGHTS):
+        if not (folder / name).is_file():
+            raise RecipeError(f"model.adapter={str(folder)!r} holds no {name}; name the folder of an adapter of PEFT")
+    with explained(f"model.adapter: {folder / _CONFIG}", "put back the file"):
+        config = PeftConfig.from_pretrained(str(folder))
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if not isinstance(config, LoraConfig) or kind != "LORA":
+        raise RecipeError(f"model.adapter={str(folder)!r} is of the method {kind}; only LoRA is trained further")
+    if lora_init.changes_base(config):
+        raise RecipeError(
+            f"model.adapter={str(folder)!r} was trained on a base that its method changes (init_lora_weights="
+            f"{config.init_lora_weights!r}, bias={config.bias!r}); convert it to plain LoRA, as PEFT's save_pretrained "
+            "does with path_initial_model_for_weight_conversion"
+        )
+    config.inference_mode = False
+    config.init_lora_weights = True  # its weights are replaced
+    return config
+
+
+def check(folder: Path, skeleton: PeftModel, base: Fingerprint | None) -> None:
+    """Refuse an adapter that was trained on another base, by what it records of it and by names and shapes.
+
+    Args:
+        folder: folder of the adapter.
+        skeleton: model with an adapter of its config, without weights.
+        base: the base of the run; None compares names and shapes alone.
+
+    Raises:
+        RecipeError: the base, the name of a weight or a shape differs.
+    """
+    name = f"model.adapter={str(folder)!r}"
+    check_same_base(read_fingerprint(folder), base, name)
+    held = dict(shapes_of(folder / _WEIGHTS, name))
+    needed = {
+        key: tuple(tensor.shape)
+        for key, tensor in get_peft_model_state_dict(skeleton, save_embedding_layers=False).items()
+    }
+    if wrong := sorted(key for key in needed.keys() | held.keys() if needed.get(key) != held.get(key)):
+        key = wrong[0]
+        raise RecipeError(
+            f"{name} does not fit {type(skeleton.get_base_model()).__name__}: {key} is {held.get(key, 'missing')} in "
+            f"it and {needed.get(key, 'missing')} here; name the base that it was trained on with model.pretrained"
+        )
+
+
+@torch.no_grad()
+def load(folder: Path, model: PeftModel) -> None:
+    """Give a model the weights of an adapter whose config it has."""
+    set_peft_model_state_dict(model, load_file(folder / _WEIGHTS))
