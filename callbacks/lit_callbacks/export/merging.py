@@ -17,7 +17,6 @@ from lit_callbacks.export.base_files import BaseFiles, add_files
 from lit_callbacks.export.merge_check import (
     BOUNDS,
     DEQUANTIZED_BOUND,
-    SHARE_WHERE_AMPLIFIED,
     Layout,
     MergeFailed,
     check_buffers,
@@ -25,6 +24,7 @@ from lit_callbacks.export.merge_check import (
     check_kept,
     check_same,
     compare,
+    compare_rounded,
     logits_of,
     read_back,
     sample_ids,
@@ -288,7 +288,7 @@ def _write_merged(
     expected = logits_of(trained, ids)
     trained_mib = base.get_memory_footprint() / 2**20
     with trained.disable_adapter():
-        untrained = logits_of(trained, ids) if quantized_base is not None else expected
+        untrained = logits_of(trained, ids)
     if quantized_base == "dequantize":
         trained = _dequantized(trained, dtype or base.dtype)
     merged = _merge(trained)
@@ -302,13 +302,15 @@ def _write_merged(
     check_buffers(again, buffers)
     experts = check_changes(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)
-    is_rounded = quantized_base is not None or merged_dtype != torch.float32
-    share = SHARE_WHERE_AMPLIFIED if layout.amplifies_rounding and is_rounded else 1.0
     if quantized_base is None:
-        report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]), share)
+        tolerance = BOUNDS.get(merged_dtype, BOUNDS[torch.float32])
+        is_rounded = merged_dtype in (torch.float16, torch.bfloat16)
+        report = (
+            compare_rounded(expected, got, untrained, tolerance) if is_rounded else compare(expected, got, tolerance)
+        )
         rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
         return
-    result = _check_quantized(expected, got, untrained, in_memory, merged_dtype, share)
+    result = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
     rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
 
 
@@ -323,7 +325,7 @@ def _copy_on_cpu(model: "PeftModel") -> "PeftModel":
 
 
 def _check_quantized(
-    expected: Tensor, got: Tensor, untrained: Tensor, in_memory: Tensor | None, dtype: torch.dtype, share: float
+    expected: Tensor, got: Tensor, untrained: Tensor, in_memory: Tensor | None, dtype: torch.dtype
 ) -> str:
     """Compare the files of a merge into a quantized base with the trained model; returns the result as a sentence.
 
@@ -333,7 +335,6 @@ def _check_quantized(
         untrained: logits of the base.
         in_memory: logits of the merged model before it was written, whose base stays quantized; None where it does not.
         dtype: dtype of the merged weights.
-        share: share of the positions where the bound of a dequantized base holds.
     """
     lost = share_lost(expected, got, untrained)
     if in_memory is not None:
@@ -342,7 +343,7 @@ def _check_quantized(
         check_kept(lost, report)
     else:
         what = f"dequantized to {str(dtype).removeprefix('torch.')} and merged"
-        report = compare(expected, got, DEQUANTIZED_BOUND, share)
+        report = compare_rounded(expected, got, untrained, DEQUANTIZED_BOUND)
     return (
         f"{what}: against the quantized model that was trained, {report}; of what training did to the logits, "
         f"{lost:.1%} is lost"

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from lit_callbacks.export.merge_check import Layout
 from lit_callbacks.export.merging import save_merged
 from safetensors.torch import load_file
 
@@ -50,11 +49,3 @@ def test_a_model_that_takes_no_name_of_a_dtype(tmp_path: Path) -> None:
     save_merged(model, tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(merged.lm_head.weight, model.lm_head.weight)
-
-
-@pytest.mark.parametrize(("name", "expected"), [("aria_text", True), ("granitemoe", True), ("llama", False)])
-def test_mixtures_of_experts_amplify_rounding(name: str, expected: bool) -> None:
-    """Where a router is undecided, by whatever name a config has their number."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **SIZES))
-    assert Layout.of(model).amplifies_rounding == expected
