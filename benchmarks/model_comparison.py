@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -322,6 +322,8 @@ def _answer(model: PreTrainedModel | PeftModel, prompts: Sequence[list[int]]) ->
 def _parallel(full: Tiny, comparison: Comparison, kind: str) -> str:
     if (reason := _refusal(full, kind)) is not None:
         return reason
+    if type(full.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return NOT_RUN  # the text part of Emu3 is written with the rest of the model alone
     if full.config.model_type in DRAWS_EXPERTS:
         return "its router draws experts in training, on each rank others"
     without = [SEQUENCE] if kind == "tensor" and _refusal(full, kind, sequence_parallel=True) is not None else []

@@ -12,6 +12,32 @@ Decoder = Callable[..., ModelOutput]
 """Decoder of a model, or a part of it: takes Hugging Face's inputs by name; ``last_hidden_state`` of its output is
 ``(samples, length, H)``."""
 
+_WITH_MAMBA_2 = frozenset("bamba falcon_h1 granitemoehybrid mamba2 nemotron_h zamba2".split())
+_READ_FROM_OUTSIDE = {
+    "dt_proj": frozenset({"falcon_mamba", "jamba", "mamba"}),
+    "x_proj": frozenset({"falcon_mamba", "mamba"}),
+    "out_proj": _WITH_MAMBA_2 | {"falcon_mamba", "mamba"},
+    "correction_coefs": frozenset({"gemma3n", "gemma3n_text"}),
+}
+"""By a linear layer's last name: architectures in which the module around it multiplies by its weight itself, with the
+kernels of mamba_ssm or without (transformers 5.24)."""
+_CHANGED_FROM_OUTSIDE = {
+    "classifier": frozenset({"longcat_flash"}),
+    "prediction_coefs": frozenset({"gemma3n", "gemma3n_text"}),
+}
+"""The same for layers whose weight it casts or clamps; an adapter on them is computed."""
+
+
+def read_from_outside(config: PretrainedConfig) -> set[str]:
+    """Last names of linear layers whose weight is read past an adapter around them."""
+    return {name for name, kinds in _READ_FROM_OUTSIDE.items() if config.model_type in kinds}
+
+
+def not_to_pack(config: PretrainedConfig) -> set[str]:
+    """Last names of linear layers whose weight must stay a matrix."""
+    changed = {name for name, kinds in _CHANGED_FROM_OUTSIDE.items() if config.model_type in kinds}
+    return changed | read_from_outside(config)
+
 
 @dataclass(frozen=True)
 class Architecture:

@@ -1,5 +1,6 @@
 """Quantized base models: quantized while a checkpoint is read, or read from a quantized checkpoint."""
 
+import copy
 from enum import Enum
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,7 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
 from lit_ft.errors import RecipeError, first_line
+from lit_ft.model.architecture import not_to_pack
 
 _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
 """Methods whose checkpoints are dequantized while they are read. Otherwise transformers would dequantize them in the
@@ -150,6 +152,14 @@ def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMi
     The checkpoint's config is changed in place if its quantization is set up for inference.
     """
     if quantization is not None:
+        if isinstance(quantization, BitsAndBytesConfig) and (names := not_to_pack(config)):
+            # transformers' own choice, the head, is replaced by the list.
+            names |= set(quantization.llm_int8_skip_modules or ["lm_head"])
+            quantization = copy.deepcopy(quantization)
+            quantization.llm_int8_skip_modules = sorted(names)
+            rank_zero_info(
+                f"model.quantization leaves out {', '.join(sorted(names))}, whose weights are read as matrices"
+            )
         return {"quantization_config": quantization, "device_map": _device_map(method_of(quantization))}
     if (stored := _stored(config)) is None:
         return {}
@@ -181,6 +191,12 @@ def prepare_for_training(model: PreTrainedModel) -> None:
     if not is_quantized(model):
         return
     kinds = {(type(m), type(getattr(m, "weight", None))): m for m in linear_modules(model).values()}
+    if all(kind is nn.Parameter for _, kind in kinds):
+        names = sorted({layer.__name__ for layer, _ in kinds})
+        raise RecipeError(
+            f"model.quantization changes no layer of {type(model).__name__}: it knows nn.Linear itself, and the model "
+            f"has {', '.join(names)}; leave it out, or take another model"
+        )
     for module in kinds.values():
         check_gradient(module, model.dtype)
 

@@ -71,7 +71,7 @@ def add_peft(
             "bias; set it to none"
         )
     all_linear.check_shared(wrapped, shared)
-    all_linear.check_groups(wrapped, peft.peft_type.value)
+    all_linear.check_computed(wrapped, peft.peft_type.value)
     return wrapped.train()
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import quantized_checkpoints
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     QuantoConfig,
 )
 
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import trainable_shapes
 from lit_ft.cli import main
@@ -319,3 +321,35 @@ def test_the_command_line_says_it_in_one_line(
     assert stop.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("lit_ft: error: model.quantization is set without model.peft;")
+
+
+def quantized(name: str, folder: Path) -> CausalLM:
+    """Model of an architecture in 4 bits, ready to train."""
+    AutoModelForCausalLM.from_config(tiny_config(name)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    module = CausalLM(str(folder), peft=LoraConfig(r=4, target_modules="all-linear"), quantization=four_bit())
+    module.configure_model()
+    return module
+
+
+def test_a_quantization_that_changes_no_layer_is_refused(tmp_path: Path) -> None:
+    """Falcon's layers are a class derived from ``nn.Linear``, which transformers passes over."""
+    with pytest.raises(RecipeError, match="changes no layer of FalconForCausalLM: .* the model has FalconLinear"):
+        quantized("falcon", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("mamba", "dt_proj"), ("gemma3n_text", "prediction_coefs")])
+def test_weights_that_a_model_reads_are_not_packed(
+    name: str, layer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        module = quantized(name, tmp_path)
+    assert "model.quantization leaves out " in caplog.text
+    batch = pack_samples([(np.arange(5, 30), np.arange(5, 30))])
+    module.train()
+    module.token_loss(module.hidden_states(batch), batch).loss_sum.backward()
+    weights = {type(p).__name__ for n, p in module.base_model.named_parameters() if f"{layer}." in n}
+    assert weights == {"Parameter"}
+    assert any(type(p).__name__ == "Params4bit" for p in module.parameters())
+    assert module.base_model.lm_head.weight.dtype == torch.float32
+    assert all(p.grad is not None for p in module.parameters() if p.requires_grad)

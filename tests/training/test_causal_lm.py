@@ -48,19 +48,18 @@ def test_frozen_weights_get_neither_gradient_nor_optimizer_state(
 def test_trained_weights_without_a_gradient_are_named(
     make_trainer: Any, write_rows: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """An adapter on a layer whose weight the mixer around it reads itself."""
-    folder = tmp_path / "jamba"
-    tiny_config("jamba").save_pretrained(folder)
+    """The compressor of DeepSeek-V4, which short samples do not reach."""
+    folder = tmp_path / "deepseek"
+    tiny_config("deepseek_v4").save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    module = CausalLM(str(folder), init="random", peft=lora(target_modules=["dt_proj", "q_proj"]))
-    make_trainer(max_steps=2).fit(module, TextDataModule(write_rows()))
-    (said,) = (str(one.message) for one in recwarn if "the first step changes" in str(one.message))
-    assert "changes 2 of " in said
-    assert "dt_proj.lora_A.default.weight" in said
-    recwarn.clear()
-    module = CausalLM(str(folder), init="random", peft=lora(target_modules=["q_proj"]))
-    make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
-    assert not any("the first step changes" in str(one.message) for one in recwarn)
+    rows = [{"prompt": "red", "completion": "book"}] * 4
+    for targets, named in ((["q_a_proj", "compressor.kv_proj"], True), (["q_a_proj"], False)):
+        recwarn.clear()
+        module = CausalLM(str(folder), init="random", peft=lora(target_modules=targets))
+        make_trainer(max_steps=2).fit(module, TextDataModule(write_rows(rows)))
+        said = [str(one.message) for one in recwarn if "the first step changes" in str(one.message)]
+        assert len(said) == named
+        assert all("kv_proj.lora_A.default.weight" in line for line in said)
 
 
 def test_logged_values_are_moved_once(

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -46,6 +46,8 @@ from lit_callbacks.protocols import SavesAdapter
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 @runtime_checkable
@@ -237,7 +239,7 @@ def save_merged(
             _write_merged(model, save, temporary, tokenizer, dtype, quantized_base)
         else:
             layout = Layout.of(model)
-            saved = model if dtype in (None, model.dtype) else _cast(copy.deepcopy(model), dtype)
+            saved = model if dtype in (None, model.dtype) else _cast(_copy_on_cpu(model), dtype)
             save(saved)
             check_same(read_back(temporary, layout.saved_as(saved)), saved)
         add_files(temporary, files, base, tokenizer, text_only)
@@ -314,9 +316,12 @@ def _write_merged(
     rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
 
 
-def _copy_on_cpu(model: "PeftModel") -> "PeftModel":
+def _copy_on_cpu(model: _Model) -> _Model:
     """Copy a model without a second one in a GPU's memory: only quantized weights are copied there first."""
     memo: dict[int, Any] = {id(buffer): buffer.to("cpu", copy=True) for buffer in model.buffers()}
+    for module in model.modules():  # RecurrentGemma keeps the states of its last pass, which no copy can be made of
+        kept = (value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf)
+        memo |= {id(value): value.detach().to("cpu", copy=True) for value in kept}
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter:
             on_cpu = parameter.detach().to("cpu", copy=True)

@@ -54,13 +54,24 @@ def save_under_names_of(model: PreTrainedModel, loaded: PreTrainedModel) -> None
 
 
 def dequantize(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Dequantize a model, which keeps the names that its tensors have in files; transformers 5.24 forgets them.
+    """Dequantize a model, which keeps the names that its tensors have in files, and the layers of GPT-2.
+
+    transformers 5.24 forgets the first, and makes linear layers of the last, whose weights in files are transposed.
 
     Raises:
         NotImplementedError: transformers cannot dequantize such weights.
     """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
     conversions = getattr(model, "_weight_conversions", None)
+    transposed = [name for name, part in model.named_modules() if getattr(part, "source_cls", None) is Conv1D]
     plain: PreTrainedModel = model.dequantize(dtype)
+    for name in transposed:
+        linear = plain.get_submodule(name)
+        layer = Conv1D(linear.out_features, linear.in_features)
+        layer.weight, layer.bias = nn.Parameter(linear.weight.T.contiguous()), linear.bias
+        plain.set_submodule(name, layer)
     plain._weight_conversions = conversions
     return plain
 

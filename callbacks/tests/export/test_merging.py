@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lit_callbacks.export.merging import save_merged
+from lit_callbacks.internals.bitsandbytes_internals import without_repacking
 from safetensors.torch import load_file
 
 transformers = pytest.importorskip("transformers")
@@ -49,3 +50,36 @@ def test_a_model_that_takes_no_name_of_a_dtype(tmp_path: Path) -> None:
     save_merged(model, tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(merged.lm_head.weight, model.lm_head.weight)
+
+
+def test_an_adapter_is_merged_into_a_quantized_gpt2(tmp_path: Path) -> None:
+    """The weights of its layers are transposed in files, and were not after transformers had dequantized them."""
+    pytest.importorskip("bitsandbytes")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    in_4_bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=in_4_bits)
+    without_repacking(base)
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(target_modules=["c_attn", "c_fc"], init_lora_weights=False)
+    ).eval()
+    save_merged(model, tmp_path / "merged", quantized_base="dequantize")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(6)[None]
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_keeps_the_states_of_its_last_pass_is_merged(tmp_path: Path) -> None:
+    """They belong to a graph, which cannot be copied."""
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=64, **{**SIZES, "num_hidden_layers": 3}, lru_width=32, intermediate_size=32, pad_token_id=0
+    )
+    base = transformers.RecurrentGemmaForCausalLM(config)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).train()
+    model(torch.arange(6)[None], use_cache=False).logits.sum().backward()
+    save_merged(model, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not torch.equal(
+        merged.model.layers[2].temporal_block.q_proj.weight,
+        base.model.layers[2].temporal_block.q_proj.base_layer.weight,
+    )

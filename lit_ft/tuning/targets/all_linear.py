@@ -13,15 +13,9 @@ from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import all_linear_layers, refuses_target
+from lit_ft.model.architecture import read_from_outside
 from lit_ft.model.quantization import linear_modules
 from lit_ft.tuning.targets import unreached
-
-_READ_PAST_ADAPTERS = {
-    "dt_proj": frozenset({"falcon_mamba", "jamba", "mamba"}),
-    "correction_coefs": frozenset({"gemma3n", "gemma3n_text"}),
-}
-"""Layers whose weight the module around them reads, past an adapter, and the architectures (transformers 5.24)."""
-
 
 _GROUPED = frozenset({"DeepseekV4GroupedLinear"})
 """Classes derived from ``nn.Linear`` that multiply each group of their inputs by a part of their weight, whose outputs
@@ -64,12 +58,12 @@ def _unread(model: PreTrainedModel, peft: PeftConfig) -> tuple[list[str], str]:
     PEFT refuses some of Mamba's, and would adapt the others to no effect. Layers of groups are among them, unless the
     method is LoRA.
     """
-    kind = model.config.model_type
+    from_outside = read_from_outside(model.config)
     of_groups = set() if isinstance(peft, LoraConfig) else {name.rsplit(".", 1)[-1] for name in grouped_layers(model)}
     unread = sorted(
         name
         for name in {name.rsplit(".", 1)[-1] for name in linear_modules(model)}
-        if name in of_groups or refuses_target(peft, model, name) or kind in _READ_PAST_ADAPTERS.get(name, ())
+        if name in of_groups or refuses_target(peft, model, name) or name in from_outside
     )
     return unread, f"{', '.join(unread)}, whose weights {type(model).__name__} reads without an adapter"
 
@@ -119,19 +113,27 @@ def check_shared(model: PeftModel, shared: Mapping[str, str]) -> None:
         )
 
 
-def check_groups(model: PeftModel, method: str) -> None:
-    """Refuse adapters on layers that multiply groups of their inputs, other than LoRA's on their weight.
+def check_computed(model: PeftModel, method: str) -> None:
+    """Refuse adapters that the model would not compute, or compute otherwise: PEFT adds them to whole products.
 
     Raises:
-        RecipeError: there is such an adapter.
+        RecipeError: there is such an adapter, on a layer whose weight is read past it, or, other than LoRA's on the
+            weight, on one that multiplies groups of its inputs.
     """
     base = model.get_base_model()
+    from_outside = read_from_outside(base.config)
     for name, module in base.named_modules():
-        is_adapted = isinstance(module, BaseTunerLayer) and not isinstance(module, ParamWrapper)
-        if is_adapted and type(module.get_base_layer()).__name__ in _GROUPED:
+        if not isinstance(module, BaseTunerLayer) or isinstance(module, ParamWrapper):
+            continue
+        if type(module.get_base_layer()).__name__ in _GROUPED:
             raise RecipeError(
                 f"model.peft: {method} does not fit {name} of {type(base).__name__}, which multiplies groups of its "
                 "inputs; leave it out of target_modules, or take peft.LoraConfig"
+            )
+        if name.rpartition(".")[2] in from_outside:
+            raise RecipeError(
+                f"model.peft: {type(base).__name__} reads the weight of {name} past an adapter, which would not train; "
+                "leave it out of target_modules, or set them to all-linear, which does"
             )
 
 

@@ -28,13 +28,30 @@ def adapted(architecture: str, exclude: str | list[str] | None = None, method: t
     return {name.removesuffix(".weight").rsplit(".", 1)[-1] for name in names}
 
 
-@pytest.mark.parametrize("exclude", [None, ["x_proj"], ".*x_proj"])
-def test_all_linear_leaves_out_what_mamba_reads_without_an_adapter(
-    exclude: str | list[str] | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_linear_leaves_out_what_mamba_reads_without_an_adapter(caplog: pytest.LogCaptureFixture) -> None:
+    """With the kernels of mamba_ssm, which need a GPU, or always."""
     caplog.set_level("INFO", "lightning.pytorch")
-    assert adapted("mamba", exclude) == {"in_proj", "x_proj"} - ({"x_proj"} if exclude else set())
-    assert "all-linear leaves out dt_proj, out_proj, whose weights MambaForCausalLM reads without" in caplog.text
+    assert adapted("mamba") == {"in_proj"}
+    assert (
+        "all-linear leaves out dt_proj, out_proj, x_proj, whose weights MambaForCausalLM reads without" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("exclude", [["x_proj"], ".*x_proj"])
+def test_so_it_does_beside_what_the_recipe_leaves_out(exclude: str | list[str]) -> None:
+    names = adapted("jamba", exclude)
+    assert {"in_proj", "out_proj", "q_proj"} < names
+    assert not {"x_proj", "dt_proj"} & names
+
+
+@pytest.mark.parametrize(("name", "layer"), [("granitemoehybrid", "out_proj"), ("gemma3n_text", "correction_coefs")])
+def test_adapters_that_a_model_would_not_compute_are_refused(name: str, layer: str) -> None:
+    """PEFT itself refuses those of Mamba and some others."""
+    model = AutoModelForCausalLM.from_config(tiny_config(name))
+    with pytest.raises(
+        RecipeError, match=f"reads the weight of model.*{layer} past an adapter, .* set them to all-lin"
+    ):
+        add_peft(model, LoraConfig(r=2, target_modules=["q_proj", layer]))
 
 
 def test_other_models_keep_all_linear_layers() -> None:
