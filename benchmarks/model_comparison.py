@@ -21,7 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.parallel_comparison import SEQUENCE, STRATEGIES, Comparison
+from benchmarks.parallel_comparison import SEQUENCE, STRATEGIES, WAYS, Comparison
 from benchmarks.tiny_configs import tiny_config
 from benchmarks.vllm_models import VERSION, served
 from lit_ft import CausalLM
@@ -330,8 +330,13 @@ def _parallel(full: Tiny, comparison: Comparison, kind: str) -> str:
     cases = defaultdict[str, list[str]](list)
     for case, what in comparison.differences(kind, without).items():
         cases[what].append(case)
+    verdict = YES + (", without sequence_parallel" if without else "")
+    if not cases:
+        return verdict
     found = "; ".join(f"{' and '.join(names)}: {what}" for what, names in cases.items())
-    return found or YES + (", without sequence_parallel" if without else "")
+    if sum(map(len, cases.values())) < len(WAYS) * (len(STRATEGIES[kind]) - len(without)):
+        return f"{verdict}; {found}"
+    return next(iter(cases)) if len(cases) == 1 else found
 
 
 def _refusal(full: Tiny, kind: str, sequence_parallel: bool = False) -> str | None:

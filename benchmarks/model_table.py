@@ -69,9 +69,10 @@ def markdown(rows: Mapping[str, Row]) -> str:
         value = str(getattr(row, name))
         if row.packed != YES and name != "packed":
             return ""
-        if name in ("mixing", "vllm") or value.startswith((YES, NOT_RUN)):
+        verdict, _, reason = value.partition("; ") if value.startswith(f"{YES}; ") else ("no", "", value)
+        if name in ("mixing", "vllm") or (verdict == "no" and value.startswith((YES, NOT_RUN))):
             return value
-        return f"no ({reasons.setdefault(value, len(reasons) + 1)})"
+        return f"{verdict} ({reasons.setdefault(reason, len(reasons) + 1)})"
 
     lines = [f"| `model_type` | {' | '.join(HEADINGS.values())} |", "|---" * (len(HEADINGS) + 1) + "|"]
     lines += [f"| `{name}` | {' | '.join(cell(row, column) for column in HEADINGS)} |" for name, row in rows.items()]
@@ -80,7 +81,9 @@ def markdown(rows: Mapping[str, Row]) -> str:
 
 def rows_in(table: str) -> dict[str, Row]:
     """Rows of a table that ``markdown`` has printed."""
-    reasons = {f"no ({number})": reason for number, reason in re.findall(r"^(\d+)\. (.*)$", table, re.MULTILINE)}
+    found = re.findall(r"^(\d+)\. (.*)$", table, re.MULTILINE)
+    reasons = {f"no ({number})": reason for number, reason in found}
+    reasons |= {f"{YES} ({number})": f"{YES}; {reason}" for number, reason in found}
 
     def row(cells: str) -> Row:
         values = [reasons.get(cell, cell) for cell in cells.split(" | ")]

@@ -131,11 +131,11 @@ class Comparison:
     def _wrong(self, cases: Sequence[Case], dtype: str) -> dict[str, str]:
         if not cases:
             return {}
-        if dtype not in self._on_one:
-            alone = [Case(None, "one process", way) for way in WAYS]
-            (results,) = on_ranks(1, train_each, self._folder, alone, dtype)
-            self._on_one[dtype] = dict(zip(WAYS, results, strict=True))
         try:
+            if dtype not in self._on_one:
+                alone = [Case(None, "one process", way) for way in WAYS]
+                (results,) = on_ranks(1, train_each, self._folder, alone, dtype)
+                self._on_one[dtype] = dict(zip(WAYS, results, strict=True))
             ranks = on_ranks(2, train_each, self._folder, cases, dtype)
         except ProcessRaisedException as error:
             if len(cases) > 1:  # which of them?

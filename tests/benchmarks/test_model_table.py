@@ -56,6 +56,9 @@ def test_reasons_are_listed_below_the_table() -> None:
     assert a.startswith("| `a` | yes | packed attention | yes, 7 | not run |")
     assert b.startswith("| `b` | no (1) |  |  |")
     assert "1. has no end" in markdown(rows)
+    rows = {"a": Row(packed=YES, tensor="yes; LoRA: no", pipeline="has no end")}
+    assert "| yes (1) | no (2) |" in markdown(rows)
+    assert rows_in(markdown(rows)) == rows
 
 
 def test_rows_that_are_named_are_written_among_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,3 +200,14 @@ def test_parts_that_are_looked_at() -> None:
     tensors["fp8"] = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
     tensors["packed"].SCB = torch.tensor([1.0, float("inf")])  # type: ignore[attr-defined]
     assert list(not_finite(tensors)) == ["bf16", "fp16", "fp8", "packed"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "part", "bad"), [(0, [1.0, math.nan], 0), (1, [math.nan] * 2, 0), (0, [math.nan, 1.0], 1)]
+)
+def test_what_zero_3_appends_to_a_part_is_no_value(rank: int, part: list[float], bad: int) -> None:
+    """Of 1 element on two ranks: memory that nothing was written to."""
+    parameter: Any = torch.nn.Parameter(torch.empty(0))
+    parameter.ds_id, parameter.ds_numel, parameter.ds_tensor = 0, 1, torch.tensor(part)
+    parameter.ds_zero_partition_rank = rank
+    assert len(list(not_finite({"alpha": parameter}))) == bad

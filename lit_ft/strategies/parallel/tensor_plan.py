@@ -74,8 +74,14 @@ class Plan:
         """Whether all of a block's weights are sharded or between sharded ones: it communicates only at both ends."""
         if self.styles.get(block) == EXPERTS:
             return True
-        styles = {self.styles.get(module) for module in linears(block)}
+        styles = {self.styles.get(module) for module in linears(block) if not _has_numbers_alone(module)}
         return styles <= {COLUMNS, ROWS, "within"} and {COLUMNS, ROWS} <= styles
+
+
+def _has_numbers_alone(module: nn.Module) -> bool:
+    """Whether its weights are single numbers, which multiply each rank's part (Apertus's activation function)."""
+    own = [parameter for parameter in own_parameters(module).values() if parameter is not None]
+    return not isinstance(module, BaseTunerLayer) and all(parameter.numel() == 1 for parameter in own)
 
 
 def linears(block: nn.Module) -> Iterator[nn.Module]:
