@@ -322,7 +322,7 @@ def _answer(model: PreTrainedModel | PeftModel, prompts: Sequence[list[int]]) ->
 def _parallel(full: Tiny, comparison: Comparison, kind: str) -> str:
     if (reason := _refusal(full, kind)) is not None:
         return reason
-    if type(full.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(full.module.base_model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return NOT_RUN  # the text part of Emu3 is written with the rest of the model alone
     if full.config.model_type in DRAWS_EXPERTS:
         return "its router draws experts in training, on each rank others"

@@ -43,7 +43,8 @@ from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
 from lit_ft.training.steps.evaluation_steps import EvaluationStepsModule
 from lit_ft.training.steps.guarded_steps import GuardedStepsModule
-from lit_ft.tuning import adapter_files, method_hooks
+from lit_ft.tuning import method_hooks
+from lit_ft.tuning.adapters import adapter_files
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.targets import experts

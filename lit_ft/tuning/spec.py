@@ -15,7 +15,8 @@ from lit_ft.model.files.fingerprint import Fingerprint
 from lit_ft.model.loading import DENSE
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss
-from lit_ft.tuning import added_tokens, compatibility, given_adapter, lora_init, prompt_learning, wrapping
+from lit_ft.tuning import added_tokens, compatibility, lora_init, prompt_learning, wrapping
+from lit_ft.tuning.adapters import given_adapter
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.targets import unreached
 

@@ -263,10 +263,7 @@ def test_unknown_options(run: Any, tmp_path: Path, model_folder: str, write_rows
     arguments = recipe(tmp_path, model_folder, {"path": write_rows()})
     assert "did you mean 'packing'?" in run("check", *arguments, "--data.paking", "3", code=2)
     misnamed = run("check", *arguments, "--trainer.strategy", "lit_ft.FSDPStrategy", code=2)
-    assert (
-        "imported, and no strategy of Lightning's; write --trainer.strategy.class_path lit_ft.strategies.FSDPS"
-        in misnamed
-    )
+    assert "a class is written --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe" in misnamed
 
 
 def test_callbacks_are_looked_at(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "a strategy's class as a text": (
         "trainer: {strategy: lit_ft.strategies.FSDPStrategy}",
-        "write --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe strategy: {class_path: ",
+        "a class is written --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe strategy:",
     ),
     "DeepSpeed's configuration as a strategy": (
         "trainer: {strategy: ds_z2.json}",

@@ -82,13 +82,22 @@ def spelled(call: Any) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
+CALLING = ("function_call", "tool_call")
+"""Roles of turns that hold calls; they go on with an answer before them."""
+
+
 def message(turn: Any) -> tuple[str, str]:
     """A letter for what it is (system, user, answer, call, tool), and its text."""
     must(isinstance(turn, dict))
     letters = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t", "function": "t"}
+    letters |= {"human": "u", "gpt": "a", "observation": "t", "tool_response": "t", **dict.fromkeys(CALLING, "a")}
     must(isinstance(turn.get("role"), str) and turn["role"] in letters)
     letter, content, calls = letters[turn["role"]], turn.get("content"), turn.get("tool_calls")
     texts = []
+    if turn["role"] in CALLING:
+        must(isinstance(content, str))
+        content, calls = "", parsed(content)
+        must(isinstance(calls, list | dict) and calls)
     if calls is not None:
         must(letter == "a" and calls != [])
         letter, texts = "c", [spelled(call) for call in (calls if isinstance(calls, list) else [calls])]
@@ -108,11 +117,28 @@ def mark(turn: Any) -> tuple[str, bool] | None:
     return None
 
 
+def joined(turns: Any, unlearned: int) -> tuple[list[tuple[str, str]], list[tuple[str, bool] | None], int]:
+    """Messages and their marks, where turns that hold calls are one with the answer before them."""
+    said: list[tuple[str, str]] = []
+    marks: list[tuple[str, bool] | None] = []
+    first = 0
+    for i, turn in enumerate(turns):
+        (letter, text), own = message(turn), mark(turn)
+        if i == unlearned:
+            first = len(said)
+        elif turn["role"] in CALLING and said and said[-1][0] in "ac":
+            must(i < unlearned or own is None or (marks[-1] is not None and own[1] == marks[-1][1]))
+            said[-1] = "c", "\n".join(part for part in (said[-1][1], text) if part)
+            continue
+        said.append((letter, text))
+        marks.append(own)
+    return said, marks, first if unlearned < len(turns) else len(said)
+
+
 def conversation(turns: Any, tools: Any, unlearned: int = 0, system: str = "") -> list[str]:
     """Supervised text of each learned turn; answers among the first ``unlearned`` turns are not."""
     listing = listing_of(tools)
-    said = [message(turn) for turn in turns]
-    marks = [mark(turn) for turn in turns]
+    said, marks, unlearned = joined(turns, unlearned)
     if system:
         must(not said or said[0][0] != "s")
         said, marks, unlearned = [("s", system), *said], [None, *marks], unlearned + 1
@@ -147,20 +173,14 @@ def alpaca(row: Any) -> list[str]:
 
 
 def sharegpt(row: Any) -> list[str]:
-    names = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "call"}
-    names |= {name: name for name in ("user", "assistant", "system", "tool")}
+    names = [*"human user gpt assistant system observation tool tool_response".split(), *CALLING]
     must(isinstance(row.get("conversations"), list) and row["conversations"])
     turns = []
     for turn in row["conversations"]:
         must(isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn["from"] in names)
         must(isinstance(turn.get("value"), str))
         own = {key: turn.get(key) for key in ("train", "weight")}
-        if names[turn["from"]] == "call":
-            calls = parsed(turn["value"])
-            must(isinstance(calls, list | dict) and calls)
-            turns.append({"role": "assistant", "tool_calls": calls, **own})
-        else:
-            turns.append({"role": names[turn["from"]], "content": turn["value"], **own})
+        turns.append({"role": turn["from"], "content": turn["value"], **own})
     return conversation(turns, row.get("tools"), system=optional_text(row, "system"))
 
 

@@ -18,6 +18,7 @@ from lit_callbacks import AdapterMerger, GracefulStop, StopRequested
 from one_process import Signal
 from peft import LoraConfig, PromptTuningConfig
 from pytorch_optimizer import GaLore
+from ranks import on_ranks
 from safetensors.torch import load_file
 from schedulefree import AdamWScheduleFree
 from torch import Tensor
@@ -390,14 +391,21 @@ def test_fused_and_clipped_in_mixed_precision(make_trainer: Any, model_folder: s
         make_trainer(**options, plugins=[scaled]).fit(make_module(model_folder, "adamw_fused"), rows)
 
 
+def refused_in_float16(make_trainer: Any, model_folder: str, rows: str, strategy: Any) -> str:
+    """What a fit of float16 weights under a gradient scaler says."""
+    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    trainer = make_trainer(plugins=[scaled], strategy=strategy if strategy == "auto" else strategy())
+    with pytest.raises(RecipeError) as refused:
+        trainer.fit(CausalLM(model_folder, dtype="float16"), TextDataModule(rows))
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("strategy", ["auto", FSDPStrategy])
 def test_weights_in_float16_do_not_train_under_a_gradient_scaler(
     make_trainer: Any, model_folder: str, write_rows: Any, strategy: Any
 ) -> None:
-    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    trainer = make_trainer(plugins=[scaled], strategy=strategy if strategy == "auto" else strategy())
-    with pytest.raises(RecipeError, match="weights in float16 are to train; set model.dtype=float32"):
-        trainer.fit(CausalLM(model_folder, dtype="float16"), TextDataModule(write_rows()))
+    (said,) = on_ranks(1, refused_in_float16, make_trainer, model_folder, write_rows(), strategy)
+    assert "weights in float16 are to train; set model.dtype=float32" in said
 
 
 @pytest.mark.parametrize(("fragment", "package"), [("schedule_free", "schedulefree"), ("galore", "pytorch-optimizer")])

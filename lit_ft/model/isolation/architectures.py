@@ -67,7 +67,7 @@ COMPARED = frozenset(
 )
 """Architectures of which packed batches were found to equal single samples (transformers 5.24), to 1e-5."""
 
-_READS_PADDING = frozenset("axk2 deepseek_v4 git recurrent_gemma rwkv whisper xlstm".split())
+_READS_PADDING = frozenset("axk2 deepseek_v4 git hy_v4 recurrent_gemma rwkv whisper xlstm".split())
 """Architectures whose answers change with padding before a prompt, whatever the attention mask says of it."""
 
 
