@@ -310,7 +310,11 @@ def _write_merged(
         report = (
             compare_rounded(expected, got, untrained, tolerance) if is_rounded else compare(expected, got, tolerance)
         )
-        rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
+        kept = f"; beyond the bound, and of what training did {share_lost(expected, got, untrained):.1%} is lost"
+        rank_zero_info(
+            f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}"
+            f"{kept if report.bound == float('inf') else ''}"
+        )
         return
     result = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
     rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
