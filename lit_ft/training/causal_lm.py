@@ -37,7 +37,7 @@ from lit_ft.training.fp32_buffers import Fp32BuffersModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
-from lit_ft.training.optimizers.configure import configure_optimizers
+from lit_ft.training.optimizers.configure import configure_optimizers, match_options
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
@@ -74,6 +74,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
         adapter_dtype: Literal["float32", "auto"] = "float32",
         trainable: list[str] | None = None,
         lr_factors: dict[str, float] | None = None,
+        no_weight_decay: list[str] | None = None,
         quantization: QuantizationConfigMixin | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
         activation_offload: bool = False,
@@ -107,6 +108,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
                 ["layers.2[0-3].", norm]; the others are frozen.
             lr_factors: factors on the learning rate, by regular expressions for names of weights; the first that
                 matches counts. {lora_B: 16} is LoRA+ (Hayou et al. 2024, arXiv:2402.12354).
+            no_weight_decay: weights that weight decay leaves alone, by regular expressions for their names.
+                ["norm|bias"] are those that transformers' Trainer leaves alone; null lets all decay.
             quantization: quantize the frozen base while reading it, a transformers config by class_path.
             gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time;
                 selective keeps the results of matrix products and attention: some more memory, little more time.
@@ -139,7 +142,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
         tuning = TuningSpec.of(peft, adapter_dtype, trainable, adapter)
         passes = gradient_checkpointing, activation_offload, compile, pad_rows_to, liger, fused_lora
         self.spec = TrainingSpec(base, tuning, *passes, neftune_alpha, router_aux_loss)
-        self.init_rows, self.max_new_tokens, self.lr_factors = init_rows, max_new_tokens, lr_factors or {}
+        self.init_rows, self.max_new_tokens = init_rows, max_new_tokens
+        self.lr_factors, self.no_weight_decay = lr_factors or {}, no_weight_decay or []
         self.optimizer, self.lr_scheduler = optimizer or partial(torch.optim.AdamW, lr=1e-4), lr_scheduler
         self.model: PreTrainedModel | PeftModel | None = None
         self.start: LoraInitState | None = None
@@ -176,7 +180,10 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
         Raises:
             RecipeError: config, tokenizer or tuning method do not fit.
         """
-        return self.spec.check(self.start, self._device_of_run())
+        skeleton = self.spec.check(self.start, self._device_of_run())
+        trains = [f"model.{name}" for name, p in skeleton.named_parameters() if p.requires_grad]
+        match_options(trains, self.lr_factors, self.no_weight_decay)
+        return skeleton
 
     def configure_model(self) -> None:
         """Build the model; Lightning calls it once the strategy is ready."""
@@ -244,7 +251,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over the trainable parameters, and the schedule."""
-        made = configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors, self._state.shapes)
+        groups = self.lr_factors, self.no_weight_decay
+        made = configure_optimizers(self, self.optimizer, self.lr_scheduler, *groups, self._state.shapes)
         if isinstance(made, torch.optim.Optimizer):
             self._state.name_parameters(made)
         else:

@@ -142,7 +142,7 @@ class SavedState:
         if own is not None and other is not None and own.differ(other):
             raise RecipeError(
                 f"the checkpoint's optimizer has {other.describe()}, the recipe's {own.describe()}; resume with the "
-                "model.lr_factors that wrote it, which are in config.yaml of its run"
+                "model.lr_factors and model.no_weight_decay that wrote it, which are in config.yaml of its run"
             )
 
     def end_replay(self, trainer: Trainer, batch_idx: int | None = None) -> None:

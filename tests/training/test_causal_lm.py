@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from shared_fixtures import make_tokenizer
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -289,6 +289,8 @@ def test_only_the_weights_that_patterns_name_train(make_trainer: Any, model_fold
             "model.trainable: 'layers.9.' is found in no weight's name; names are like model",
         ),
         ({"trainable": ["("]}, "model.trainable: '\\(' is no regular expression"),
+        ({"lr_factors": {"lora_B": 16}}, "model.lr_factors: 'lora_B' is found in no weight's name"),
+        ({"no_weight_decay": ["norms"]}, "model.no_weight_decay: 'norms' is found in no weight's name"),
         ({"trainable": ["norm"], "peft": LoraConfig()}, "layers that train beside the adapter"),
     ],
 )
@@ -297,15 +299,48 @@ def test_patterns_that_make_no_sense(model_folder: str, options: Any, message: s
         CausalLM(model_folder, **options).check()
 
 
-def test_groups_with_one_factor_are_several_in_a_checkpoint_too(model_folder: str) -> None:
+@pytest.mark.parametrize("options", [{"lr_factors": {"q_proj": 2.0, "v_proj": 2.0}}, {"no_weight_decay": ["v_proj"]}])
+def test_groups_that_are_alike_are_several_in_a_checkpoint_too(model_folder: str, options: Any) -> None:
     module = CausalLM(model_folder)
     module.configure_model()
-    made = configure_optimizers(module, partial(torch.optim.SGD, lr=0.1), lr_factors={"q_proj": 2.0, "v_proj": 2.0})
+    made = configure_optimizers(module, partial(torch.optim.SGD, lr=0.1), **options)
     assert isinstance(made, torch.optim.SGD)
     state, names = made.state_dict(), {id(p): name for name, p in module.named_parameters()}
     in_order = [names[id(p)] for group in made.param_groups for p in group["params"]]
     joined, _ = merge_optimizer_states([(state, in_order)], list(names.values()))
     assert [len(group["params"]) for group in joined["param_groups"]] == [len(g["params"]) for g in made.param_groups]
+
+
+def test_weight_decay_by_pattern(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    """As transformers' Trainer leaves norms and biases alone."""
+    optimizer = partial(torch.optim.SGD, lr=0.01, weight_decay=0.5)
+    after = []
+    for patterns in ([], ["norm|bias"]):
+        module = CausalLM(model_folder, dtype="float32", no_weight_decay=patterns, optimizer=optimizer)
+        trainer = make_trainer(max_steps=1)
+        trainer.fit(module, TextDataModule(write_rows(), micro_batch_size=8))
+        after.append(dict(module.trainable_parameters()))
+    start = CausalLM(model_folder, dtype="float32")
+    decay = Trainer.get_decay_parameter_names(None, start.check())  # type: ignore[arg-type]  # it needs no Trainer
+    start.configure_model()
+    for name, at_first in start.trainable_parameters().items():
+        expected = torch.zeros(()) if name.removeprefix("model.") in decay else 0.01 * 0.5 * at_first
+        torch.testing.assert_close(after[1][name] - after[0][name], expected.expand_as(at_first), atol=1e-6, rtol=1e-4)
+    assert 0 < len(decay) < len(after[0])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (partial(torch.optim.Rprop), "model.no_weight_decay: Rprop has no option weight_decay; leave no_weight_decay"),
+        (partial(torch.optim.Adam), "model.no_weight_decay has no effect: the optimizer's weight_decay is 0"),
+    ],
+)
+def test_weights_that_would_not_decay_anyway(model_folder: str, optimizer: Any, message: str) -> None:
+    module = CausalLM(model_folder)
+    module.configure_model()
+    with pytest.raises(RecipeError, match=message) if "no option" in message else pytest.warns(match=message):
+        configure_optimizers(module, optimizer, no_weight_decay=["norm"])
 
 
 def test_learning_rates_by_pattern(make_trainer: Any, model_folder: str, write_rows: Any) -> None:

@@ -30,6 +30,8 @@ MATRICES = "matrices"
 PATTERN = "pattern"
 """Key of a parameter group: its pattern of ``lr_factors``, or None. By it, groups that are alike otherwise stay apart
 where a checkpoint joins those of pipeline stages."""
+NO_WEIGHT_DECAY = "no_weight_decay"
+"""Key of the parameter groups that weight decay leaves alone; other groups lack it."""
 
 
 @runtime_checkable
@@ -55,20 +57,22 @@ def configure_optimizers(
     optimizer: OptimizerCallable,
     lr_scheduler: LRSchedulerCallable | None = None,
     lr_factors: Mapping[str, float] | None = None,
+    no_weight_decay: Sequence[str] = (),
     names: Iterable[str] | None = None,
 ) -> Optimizer | OptimizerLRSchedulerConfig:
     """Return value of ``LightningModule.configure_optimizers`` for the optimizer and schedule of a recipe.
 
     ``names`` are those of all weights that train, where this process holds some of them (a pipeline's stage).
 
-    Frozen parameters get no optimizer state. Parameters are grouped by ``MATRICES``, matrices first, and by
-    learning-rate factor. Warm-up schedules are stepped once per optimizer step; others once per epoch, as in
-    LightningCLI.
+    Frozen parameters get no optimizer state. Parameters are grouped by ``MATRICES``, matrices first, by
+    learning-rate factor, and by whether they decay. Warm-up schedules are stepped once per optimizer step; others once
+    per epoch, as in LightningCLI.
 
     Raises:
-        RecipeError: the schedule needs the length of the run, which is unknown, or a factor matches no weight.
+        RecipeError: the schedule needs the length of the run, which is unknown, a pattern matches no weight, or the
+            optimizer has no weight decay.
     """
-    built = _with_groups(optimizer, module, lr_factors or {}, names)
+    built = _with_groups(optimizer, module, lr_factors or {}, no_weight_decay, names)
     if lr_scheduler is None:
         return built
     given = [group["lr"] for group in built.param_groups]
@@ -124,25 +128,62 @@ def check_total_steps(schedule: object, trainer: Trainer) -> None:
 
 
 def _with_groups(
-    optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float], names: Iterable[str] | None
+    optimizer: OptimizerCallable,
+    module: nn.Module,
+    factors: Mapping[str, float],
+    no_weight_decay: Sequence[str],
+    names: Iterable[str] | None,
 ) -> Optimizer:
-    """Optimizer of a module's trainable parameters, grouped by ``MATRICES`` and by learning-rate factor."""
+    """Optimizer of a module's trainable parameters, in groups."""
     trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    pattern_of = matching(factors, list(names or trains), "model.lr_factors")
+    pattern_of, undecayed = match_options(list(names or trains), factors, no_weight_decay)
     matrices = hidden_matrices(module)
-    members: dict[tuple[bool, str | None], list[nn.Parameter]] = {
-        (is_matrix, pattern): [] for is_matrix in (True, False) for pattern in (None, *factors)
+    members: dict[tuple[bool, str | None, bool], list[nn.Parameter]] = {
+        (is_matrix, pattern, decays): []
+        for is_matrix in (True, False)
+        for pattern in (None, *factors)
+        for decays in (True, False)
     }
     for name, parameter in trains.items():
-        members[parameter in matrices, pattern_of.get(name)].append(parameter)
+        members[parameter in matrices, pattern_of.get(name), name not in undecayed].append(parameter)
     members = {key: group for key, group in members.items() if group}
     built = optimizer(
-        [{"params": group, MATRICES: is_matrix, PATTERN: pattern} for (is_matrix, pattern), group in members.items()]
+        [
+            {"params": group, MATRICES: is_matrix, PATTERN: pattern, **({} if decays else {NO_WEIGHT_DECAY: True})}
+            for (is_matrix, pattern, decays), group in members.items()
+        ]
     )
-    for (_, pattern), group in zip(members, built.param_groups, strict=True):
+    for (_, pattern, _), group in zip(members, built.param_groups, strict=True):
         if pattern is not None:
             group["lr"] *= factors[pattern]
+    if undecayed:
+        _end_weight_decay(built)
     return built
+
+
+def match_options(
+    names: Sequence[str], lr_factors: Mapping[str, float], no_weight_decay: Sequence[str]
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Pattern of the learning rate's factor by name of weight, and the names of weights that do not decay.
+
+    Raises:
+        RecipeError: a pattern is not a regular expression, or matches no name.
+    """
+    undecayed = matching(no_weight_decay, names, "model.no_weight_decay")
+    return matching(lr_factors, names, "model.lr_factors"), frozenset(undecayed)
+
+
+def _end_weight_decay(optimizer: Optimizer) -> None:
+    """Set the weight decay of the groups that have none to 0."""
+    if not all("weight_decay" in group for group in optimizer.param_groups):
+        raise RecipeError(
+            f"model.no_weight_decay: {type(optimizer).__name__} has no option weight_decay; leave no_weight_decay out"
+        )
+    if not any(group["weight_decay"] for group in optimizer.param_groups):
+        rank_zero_warn("model.no_weight_decay has no effect: the optimizer's weight_decay is 0")
+    for group in optimizer.param_groups:
+        if NO_WEIGHT_DECAY in group:
+            group["weight_decay"] = 0.0
 
 
 def _length(trainer: Trainer, schedule: str) -> int:

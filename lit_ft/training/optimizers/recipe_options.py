@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import base_rates
-from lit_ft.training.optimizers.configure import PATTERN
+from lit_ft.training.optimizers.configure import NO_WEIGHT_DECAY, PATTERN
 from lit_ft.training.optimizers.schedules import WarmupSchedule
 
 GIVEN = "given"
@@ -128,7 +128,7 @@ def _follow(optimizer: Optimizer, schedule: WarmupSchedule) -> None:
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
     """Options of a group that a checkpoint can hold as they are, and compare."""
-    others = ("params", "param_names", PATTERN)
+    others = ("params", "param_names", PATTERN, NO_WEIGHT_DECAY)
     return {name: value for name, value in group.items() if name not in others and _is_plain(value)}
 
 

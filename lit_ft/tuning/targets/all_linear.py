@@ -4,17 +4,17 @@ import re
 from collections.abc import Mapping
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import AdaLoraConfig, LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import all_linear_layers, refuses_target
 from lit_ft.model.architecture import read_from_outside
-from lit_ft.model.quantization import linear_modules
+from lit_ft.model.quantization import LinearLayer, linear_modules
 from lit_ft.tuning.targets import unreached
 
 _GROUPED = frozenset({"DeepseekV4GroupedLinear"})
@@ -28,7 +28,7 @@ def grouped_layers(model: PreTrainedModel) -> list[str]:
 
 
 def leave_out(model: PreTrainedModel, peft: PeftConfig, shared: Mapping[str, str]) -> None:
-    """Let ``target_modules: all-linear`` leave out layers that an adapter would not train, or not exactly.
+    """Let ``target_modules: all-linear`` leave out layers that an adapter would not train, or not exactly, or fill.
 
     A config without ``exclude_modules`` (VeRA's, say) gets the names of all other linear layers instead. ``peft`` is
     changed in place; ``shared`` is the result of ``shared_layers``.
@@ -41,6 +41,9 @@ def leave_out(model: PreTrainedModel, peft: PeftConfig, shared: Mapping[str, str
         if left_out:
             rank_zero_info(f"model.peft: all-linear leaves out {what}")
             names += left_out
+    if narrow := _narrow(model, peft, names):
+        rank_zero_info(f"model.peft: all-linear leaves out {_smaller_than_rank(narrow)}")
+        names += narrow
     if not names:
         return
     pattern = rf"(.*\.)?({'|'.join(map(re.escape, names))})"
@@ -79,6 +82,32 @@ def _sharing(shared: Mapping[str, str]) -> tuple[list[str], str]:
     """Names of layers that share their weight with another layer, and what they are."""
     example = _example(shared) if shared else ""
     return list(shared), f"{len(shared)} layers ({example}), which could not be merged: {_WHY}"
+
+
+def _narrow(model: PreTrainedModel, peft: PeftConfig, left_out: list[str]) -> dict[str, tuple[int, int, int]]:
+    """Layers that are smaller than the rank of LoRA, as gates with one output are: names, outputs, inputs and rank.
+
+    None if all layers are, which ``check_ranks`` refuses.
+    """
+    if not isinstance(peft, LoraConfig):
+        return {}
+    # AdaLoRA's rank_pattern is what it finds.
+    rank, ranks = (peft.init_r, {}) if isinstance(peft, AdaLoraConfig) else (peft.r, peft.rank_pattern or {})
+    layers = {
+        name: (layer.out_features, layer.in_features, ranks.get(get_pattern_key(list(ranks), name), rank))
+        for name in sorted(all_linear_layers(peft, model))
+        if {name, name.rsplit(".", 1)[-1]}.isdisjoint(left_out)
+        and isinstance(layer := model.get_submodule(name), LinearLayer)
+    }
+    narrow = {name: shape for name, shape in layers.items() if min(shape) < shape[-1]}
+    return narrow if len(narrow) < len(layers) else {}
+
+
+def _smaller_than_rank(narrow: Mapping[str, tuple[int, int, int]]) -> str:
+    kinds = {(name.rsplit(".", 1)[-1], *shape) for name, shape in narrow.items()}
+    layers = ", ".join(f"{name} ({outputs} x {inputs})" for name, outputs, inputs, _ in sorted(kinds))
+    ranks = " and ".join(map(str, sorted({rank for *_, rank in kinds})))
+    return f"{layers}, whose smaller dimension is below rank {ranks} (LoRA's rank_pattern gives layers their own)"
 
 
 _WHY = "each would get an adapter of its own, and their one weight can take one change only"

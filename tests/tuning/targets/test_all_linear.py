@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, PeftConfig, RandLoraConfig, VeraConfig
+from peft import AdaLoraConfig, LoHaConfig, LoraConfig, PeftConfig, RandLoraConfig, VeraConfig
+from peft.tuners.lora import LoraLayer
 from peft.tuners.vera.layer import VeraLayer
 from transformers import AutoModelForCausalLM
 
@@ -35,6 +36,29 @@ def test_all_linear_leaves_out_what_mamba_reads_without_an_adapter(caplog: pytes
     assert (
         "all-linear leaves out dt_proj, out_proj, x_proj, whose weights MambaForCausalLM reads without" in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("peft", "gate"),
+    [
+        (LoraConfig(r=16), None),
+        (LoraConfig(r=1), 1),
+        (LoraConfig(r=16, rank_pattern={"shared_expert_gate": 1}), 1),
+        (AdaLoraConfig(init_r=16, total_step=900), None),
+    ],
+)
+def test_all_linear_leaves_out_layers_that_are_smaller_than_the_rank(
+    peft: LoraConfig, gate: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gate of Qwen2-MoE's shared expert has one output."""
+    caplog.set_level("INFO", "lightning.pytorch")
+    peft.target_modules = "all-linear"
+    wrapped = add_peft(AutoModelForCausalLM.from_config(tiny_config("qwen2_moe")), peft)
+    ranks = {name.rsplit(".", 1)[-1]: m.r["default"] for name, m in wrapped.named_modules() if isinstance(m, LoraLayer)}
+    assert ranks.pop("shared_expert_gate", None) == gate
+    assert set(ranks.values()) == {1 if peft.r == 1 else 16}
+    said = "all-linear leaves out shared_expert_gate (1 x 64), whose smaller dimension is below rank 16 (LoRA"
+    assert (said in caplog.text) == (gate is None)
 
 
 @pytest.mark.parametrize("exclude", [["x_proj"], ".*x_proj"])
