@@ -67,6 +67,11 @@ class Record(Callback):
         self.steps: list[tuple[float, float]] = []
         self.gradients: dict[str, Tensor] = {}
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compute experts one by one in double precision, which torch's grouped product has not."""
+        if isinstance(pl_module, CausalLM) and pl_module.spec.base.dtype == "float64":
+            pl_module.base_model.set_experts_implementation("eager")
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Keep gradients, which DeepSpeed does not show here."""
         if not self.steps:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -114,7 +115,7 @@ class ParallelDims:
                     "quantization out, or use pipeline_parallel_size and data_parallel_size"
                 )
             tensor_plan.check(base, sizes.tensor, self.tp_plan)
-            if self.sequence_parallel and (beside := _weights_beside_layers(base)):
+            if self.sequence_parallel and (beside := _weights_beside_layers(base) + _arguments(base, _OF_ALL_TOKENS)):
                 raise RecipeError(
                     f"sequence_parallel=true splits hidden states along the sequence, and {type(base).__name__} gives "
                     f"each layer more than those ({', '.join(beside)}); set it to false"
@@ -179,7 +180,7 @@ class ParallelDims:
                 f"pipeline_parallel_size={sizes.pipeline}: Hugging Face does not say how {type(base).__name__} "
                 "is split into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
             )
-        if beside := _weights_beside_layers(base):
+        if beside := _weights_beside_layers(base) + _arguments(base, _OF_LAYER_BEFORE):
             raise RecipeError(
                 f"pipeline_parallel_size={sizes.pipeline}: {type(base).__name__} gives each layer more than the hidden "
                 f"states of the one before ({', '.join(beside)}), which stages do not pass on; use "
@@ -251,11 +252,11 @@ class ParallelDims:
 
 
 def _check_mixers(sizes: MeshSizes, base: PreTrainedModel) -> None:
-    split = [f"{name}_parallel_size={size}" for name, size in sizes._asdict().items() if name != "data" and size > 1]
-    if split and (others := token_mixers.other_than_attention(base)):
+    if sizes.context > 1 and (others := token_mixers.other_than_attention(base)):
         raise RecipeError(
-            f"{split[0]}: {type(base).__name__} mixes tokens in other ways than attention ({', '.join(others)}), which "
-            "were not compared with one process; set it to 1 (data_parallel_size and expert_parallel_size work)"
+            f"context_parallel_size={sizes.context} gives each rank a part of each sample, and {type(base).__name__} "
+            f"mixes tokens in other ways than attention ({', '.join(others)}), which would see that part alone; set "
+            "it to 1 (the other sizes work)"
         )
 
 
@@ -269,6 +270,18 @@ def _weights_beside_layers(base: PreTrainedModel) -> list[str]:
         return []
     planned = {name.rpartition(".")[2] for name in base.pp_plan or ()}
     return sorted({name.partition(".")[0] for name, _ in decoder_of(base).named_parameters()} - planned)
+
+
+_OF_LAYER_BEFORE = frozenset({"prev_topk_indices"})
+"""Arguments of a decoder layer that the layer before computes (transformers 5.24)."""
+_OF_ALL_TOKENS = frozenset({"ple_input_ids"})
+"""Arguments of a decoder layer that it adds to its hidden states, and that are those of all tokens."""
+
+
+def _arguments(base: PreTrainedModel, names: frozenset[str]) -> list[str]:
+    """Arguments of the decoder layers that are among ``names``."""
+    layers = getattr(decoder_of(base), "layers", [])
+    return sorted({name for layer in layers for name in names & signature(type(layer).forward).parameters.keys()})
 
 
 def _check_context(size: int, module: nn.Module, base: PreTrainedModel) -> None:

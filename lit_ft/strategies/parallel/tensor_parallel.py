@@ -147,6 +147,8 @@ class TensorParallel:
                 self._shard_units_within(child, plan)
             else:
                 self.keep(child, Replicate())
+                for part in child.modules():  # a delta net or Mamba reads the weight of its convolution itself
+                    _compute_on_local(part, Replicate(), call_of=block)
         self._keep_local(block, Replicate())
 
     def _shard_unit(self, unit: nn.Module, plan: Plan) -> None:

@@ -28,6 +28,7 @@ _STYLES = {
     "ep_dispatch_experts": EXPERTS,
 }
 _OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # repeat for one weight what the style of its module says
+_KEEPS_WHOLE = "mla_kv_a_proj"  # multi-head latent attention: some of its weights are for all heads
 _OF_EDGES = {"embedding_rowwise", "embedding_colwise"}  # embedding and head are sharded here for every architecture
 
 _READ_BY_OTHERS = frozenset({"Gemma3nTextAltUp"})
@@ -50,12 +51,15 @@ class Plan:
         of_experts = Architecture.of(base.config).expert_plan
         of_experts = {f"{base.base_model_prefix}.{name}": style for name, style in of_experts.items()}
         styles = {**of_experts, **(base.tp_plan or {}), **(given or {})}
-        unknown = sorted({s for s in styles.values() if s not in _STYLES and s not in _OF_WEIGHTS | _OF_EDGES})
+        known = {*_STYLES, *_OF_WEIGHTS, *_OF_EDGES, _KEEPS_WHOLE}
+        unknown = sorted(set(styles.values()) - known)
         if unknown:
             raise RecipeError(
                 f"tensor parallelism: the plan of {type(base).__name__} has the styles {unknown}, which are not "
                 f"supported; known are {sorted(_STYLES)}. Give others by trainer.strategy.init_args.tp_plan"
             )
+        whole = {name.rpartition(".")[0] for name, style in styles.items() if style == _KEEPS_WHOLE}
+        styles = {name: style for name, style in styles.items() if name.rpartition(".")[0] not in whole}
         self.styles: dict[nn.Module, str] = {}
         for name, module in base.named_modules():
             style = _STYLES.get(styles.get(layers_by_wildcard(name), ""))
