@@ -68,7 +68,26 @@ MORE_EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 """Mixture-of-experts models that only the tests of experts build."""
-RECURRENT: dict[str, dict[str, Any]] = {"nemotron_h": {}}
+OTHER_MIXERS: dict[str, dict[str, Any]] = {
+    "nemotron_h": {},
+    "qwen3_5_text": {
+        "head_dim": 12,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "minicpm3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+}
+"""Models in which some layers have Mamba, a gated delta net or multi-head latent attention."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Target modules of adapters that leave out the experts."""
 
@@ -76,7 +95,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def save_model(architecture: str, folder: Path, layers: int = 4) -> str:
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    own = {**OWN, **REFUSED, **MORE_EXPERTS, **RECURRENT}[architecture]
+    own = {**OWN, **REFUSED, **MORE_EXPERTS, **OTHER_MIXERS}[architecture]
     config = AutoConfig.for_model(architecture, **{**COMMON, "num_hidden_layers": layers, **ids, **own})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import ATTENTION, EXPERTS, OWN, save_model
+from architectures import ATTENTION, EXPERTS, OWN, OTHER_MIXERS, save_model
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
@@ -529,8 +529,8 @@ def test_experts_are_written_under_their_published_names(
 
 THREE = "DP2 x TP2 x PP2"
 CELLS = [
-    *((name, THREE) for name in ("gemma2", "gpt_oss", "gpt_neox")),
-    *((name, "TP2 + sequence") for name in ("qwen3_moe", "phi3")),
+    *((name, THREE) for name in ("gemma2", "gpt_oss", "gpt_neox", "qwen3_5_text")),
+    *((name, "TP2 + sequence") for name in ("qwen3_moe", "phi3", "nemotron_h", "minicpm3")),
     ("granite", "PP2"),
     ("mixtral", "EP2"),
     ("gemma2", "CP2"),
@@ -539,8 +539,13 @@ IN_EVERY_RUN: dict[tuple[str, str], str] = dict(in_turn(CELLS, WAYS))
 """Cells that every run compares, and the way to train."""
 REFUSED = {
     **{(name, "CP2"): "has eager" for name in ("gemma2", "gpt_oss")},
-    **{(name, "EP2"): "no plan for experts" for name in OWN if name not in EXPERTS},
+    **{(name, "CP2"): "gives each rank a part of each sample, and .*mixes tokens" for name in ("nemotron_h", "qwen3_5_text")},
+    **{("nemotron_h", column): "not say how NemotronHForCausalLM is split into stages" for column in ("PP2", THREE)},
+    **{(name, "EP2"): "no plan for experts" for name in (*OWN, "qwen3_5_text", "minicpm3") if name not in EXPERTS},
 }
+
+BOUNDS = {"qwen3_5_text": 5e-5}
+"""On gradients; those of a gated delta net's decay (A_log, dt_bias, in_proj_a) are small differences of large terms."""
 
 
 @dataclass
@@ -564,7 +569,7 @@ def fit_architecture(
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("architecture", [pytest.param(name, id=name) for name in OWN])
+@pytest.mark.parametrize("architecture", [pytest.param(name, id=name) for name in (*OWN, *OTHER_MIXERS)])
 def test_architectures(
     make_trainer: Any,
     write_rows: Any,
@@ -602,7 +607,7 @@ def test_architectures(
             for name, whole in wanted.items()
             if name in gradients
         )
-        assert worst < 1e-5
+        assert worst < BOUNDS.get(architecture, 1e-5)
         loss = max(abs(got[0] - want[0]) / want[0] for got, want in zip(ranks[0][0], steps, strict=True))
         record_cell(architecture, column, f"{max(loss, worst):.0e}")
 
@@ -930,6 +935,12 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
             "gemma4_text",
             ["tensor_parallel_size=2", "sequence_parallel=true"],
             "gives each layer more than those (embed_tokens_per_layer, per_layer_model_projection, per_layer_proj",
+        ),
+        ("glm_moe_dsa", ["pipeline_parallel_size=2"], "than the hidden states of the one before (prev_topk_indices)"),
+        (
+            "qwen4_exp_text",
+            ["tensor_parallel_size=2", "sequence_parallel=true"],
+            "gives each layer more than those (ple_input_ids)",
         ),
         (
             "gemma3n_text",
