@@ -107,6 +107,24 @@ def test_each_purpose_has_its_bytes(tmp_path: Path) -> None:
     assert breakdown.peaks["optimizer"] < breakdown.peaks["forward"] < breakdown.total
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_modules_are_compiled_after_the_sampled_steps(tmp_path: Path, fullgraph: bool) -> None:
+    compiled_at: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled_at.append(trainer.global_step)
+        return graph.forward
+
+    module = Wide()
+    module.layers = torch.compile(module.layers, backend=backend, fullgraph=fullgraph)  # type: ignore[assignment]
+    profiler = MemoryProfiler(tmp_path, sample_steps=[1, 2], picture=False)
+    trainer = make_trainer(tmp_path, callbacks=[profiler], max_steps=4)
+    trainer.fit(module, digits(16, 4))
+    assert compiled_at == [2]
+    assert profiler.breakdown is not None
+    assert profiler.breakdown.peaks["forward"] > profiler.breakdown.bytes["parameters"]
+
+
 def test_phases_are_logged(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2)
     profiler, trainer = fit(tmp_path, TinyLM(), texts(), saving, val_check_interval=4)
