@@ -42,8 +42,8 @@ class _Record(NamedTuple):
 
     step: int
     epoch: int
-    ids: list[object]
-    sources: list[object]
+    ids: Tensor | list[object]
+    sources: Tensor | list[object]
     losses: Tensor
     """Of each sample, or of each supervised token."""
     tokens: _Counts
@@ -116,9 +116,9 @@ class LossLedger(Callback):
             per_token: whether ``losses`` holds the loss of every supervised token, ``(supervised tokens,)``, sample
                 after sample, and ``tokens`` is a list.
         """
-        names = _listed(ids)
+        names = _kept(ids)
         self._has_recorded = True
-        source_names: list[object] = [""] * len(names) if sources is None else _listed(sources)
+        source_names = [""] * len(names) if sources is None else _kept(sources)
         losses = losses.detach().flatten()
         counts = [1] * len(names) if tokens is None else tokens.flatten() if isinstance(tokens, Tensor) else tokens
         expected = sum(numbers := _numbers(counts)) if per_token else len(names)
@@ -129,7 +129,7 @@ class LossLedger(Callback):
                 f"{len(source_names)} sources, and leaves them out; give one of each for each sample"
                 + (f", and with per_token=True {expected} losses: the sum of the token counts" if per_token else "")
             )
-        elif names and not self._is_off:
+        elif len(names) > 0 and not self._is_off:
             if per_token and expected > TOKENS_KEPT:
                 losses, per_token = _sample_means(losses, counts, per_token), False
             self._pending.append(_Record(self._step, self._epoch, names, source_names, losses, counts, per_token))
@@ -185,6 +185,7 @@ class LossLedger(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the records so far."""
+        self._lend(pl_module, None)
         self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -229,8 +230,8 @@ class LossLedger(Callback):
         visits = Visits(
             step=list(compress((part.step for part in pending for _ in part.ids), tokens)),
             epoch=list(compress((part.epoch for part in pending for _ in part.ids), tokens)),
-            id=list(compress((str(name) for part in pending for name in part.ids), tokens)),
-            source=list(compress((str(source) for part in pending for source in part.sources), tokens)),
+            id=list(compress((str(name) for part in pending for name in _listed(part.ids)), tokens)),
+            source=list(compress((str(source) for part in pending for source in _listed(part.sources)), tokens)),
             loss=list(compress(losses, tokens)),
             tokens=list(compress(tokens, tokens)),
         )
@@ -266,8 +267,16 @@ def _shown(cell: object) -> object:
     return shorten(cell, TEXT_SHOWN, placeholder="...") if isinstance(cell, str) else cell
 
 
-def _listed(values: PerSample) -> list[object]:
-    return values.tolist() if isinstance(values, Tensor) else list(values)
+def _kept(values: PerSample) -> Tensor | list[object]:
+    """Values as they are kept until a write: a tensor on its device, which ``tolist`` would wait for.
+
+    It is a copy, because a view would keep all of the batch.
+    """
+    return values.detach().clone() if isinstance(values, Tensor) else list(values)
+
+
+def _listed(values: Tensor | list[object]) -> list[object]:
+    return values.tolist() if isinstance(values, Tensor) else values
 
 
 def _numbers(counts: _Counts) -> list[int]:
@@ -290,7 +299,7 @@ def _returned(outputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None
         return outputs["sample_losses"], outputs.get("sample_tokens")
     if "token_losses" not in outputs:
         return None
-    losses = outputs["token_losses"].detach()  # (samples, tokens)
+    losses = outputs["token_losses"].detach().float()  # (samples, tokens); a sum in bf16 has 8 bits
     mask = outputs.get("token_mask", losses != 0)
     tokens = mask.sum(1)
     return (losses * mask).sum(1) / tokens.clamp(min=1), tokens

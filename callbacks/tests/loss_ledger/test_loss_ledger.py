@@ -101,6 +101,36 @@ def test_token_losses_are_averaged_over_the_tokens_that_count(tmp_path: Path) ->
     assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 5.0, 1), Visit(0, 0, "1", "", 12.0, 2)]
 
 
+def test_token_losses_in_bf16_are_averaged_in_fp32(tmp_path: Path) -> None:
+    class Bf16Steps(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            return {"loss": outputs["loss"], "token_losses": torch.tensor([[1000.0, 1.0, 3.0]], dtype=torch.bfloat16)}
+
+    fit(tmp_path, Bf16Steps(), rows([5.0]), LossLedger(), max_epochs=1)
+    (visit,) = read_visits(tmp_path / "loss_ledger")
+    assert visit.loss == pytest.approx(1004 / 3)  # 334 in bf16
+
+
+def test_a_recorded_step_reads_nothing_from_the_device() -> None:
+    ledger = LossLedger()
+    on_device: dict[str, Any] = {"device": "meta"}  # reading one of its tensors raises an error
+    ids, losses = torch.arange(2, **on_device), torch.zeros(2, **on_device)
+    ledger.record(ids, losses, tokens=torch.ones(2, **on_device), sources=ids)
+    assert len(ledger._pending) == 1
+
+
+def test_after_an_error_the_module_no_longer_holds_the_ledger(tmp_path: Path) -> None:
+    class Failing(HookSteps):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ArithmeticError
+
+    module = Failing()
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, module, rows([5.0, 6.0]), LossLedger())
+    assert module.record_losses is None
+
+
 def test_a_module_that_calls_record_itself(tmp_path: Path) -> None:
     module = HookSteps()
     fit(tmp_path, module, rows([5.0, 6.0]), LossLedger(), max_epochs=1)
