@@ -139,7 +139,9 @@ class LossLedger(Callback):
         self._started = self._written_at = trainer.global_step
         self._pending, self._has_recorded = [], False
         self._step, self._epoch = trainer.global_step, trainer.current_epoch
-        self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank))
+        self._safely(
+            lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank, trainer.world_size)
+        )
         self._lend(pl_module, self.record)
         get_ready()
 
@@ -245,6 +247,12 @@ class LossLedger(Callback):
     def _sum_up(self, folder: Path, trainer: Trainer) -> None:
         try:
             visits = read_visits(folder)
+        except ModuleNotFoundError as error:  # an earlier part of the run had pyarrow
+            rank_zero_warn(
+                f"LossLedger cannot read the Parquet files in {str(folder)!r}, so there is no summary: {error.name} is "
+                "missing; pip install 'lit-ft-callbacks[parquet]'"
+            )
+            return
         except (OSError, ValueError, LookupError) as error:  # training itself has succeeded
             rank_zero_warn(f"LossLedger cannot read {str(folder)!r} ({error}), so there is no summary; remove the file")
             return
