@@ -95,7 +95,7 @@ class GracefulStop(Callback):
         self._process = os.getpid()
         self._stop: StopRequested | None = None
         self._is_training = self._is_finishing = False
-        self._step = 0
+        self._step = self._first_step = 0
         self._agreed: HostCopy | None = None
 
     # --- signals -------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class GracefulStop(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the step at which training starts or resumes."""
-        self._step = trainer.global_step
+        self._step = self._first_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Stop before the next batch, if the checkpoint is saved."""
@@ -178,6 +178,9 @@ class GracefulStop(Callback):
         if trainer.global_step == self._step:  # gradient accumulation is not complete
             return
         self._step = trainer.global_step
+        self._save_if_asked(trainer)
+
+    def _save_if_asked(self, trainer: Trainer) -> None:
         if (number := self._agreed_signal(trainer)) == _requeue_signal(trainer):
             self._received = None
             lightning_internals.save_and_requeue(trainer, number, self._path(trainer) if self.checkpoint else None)
@@ -220,7 +223,13 @@ class GracefulStop(Callback):
         self._leave()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop at the end of the epoch, if the checkpoint is saved."""
+        """Stop at the end of the epoch, if the checkpoint is saved.
+
+        Save here where Lightning has counted no step of this fit: in manual optimization it sees those only that are
+        taken with the optimizers that ``self.optimizers()`` returns.
+        """
+        if trainer.global_step == self._first_step and not pl_module.automatic_optimization:
+            self._save_if_asked(trainer)
         self._leave()
 
     @staticmethod

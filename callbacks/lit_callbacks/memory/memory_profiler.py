@@ -91,11 +91,13 @@ class MemoryProfiler(Callback):
         self._attempts = Attempts("MemoryProfiler")
         self._ledger: StorageLedger | None = None
         self._is_watching = False
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # until a run begins
 
     # --- phases ----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start to measure, with the phase ``setup``."""
+        self._device = trainer.strategy.root_device
         if stage != "fit":
             return
         self.peaks, self.timeline, self.breakdown = {}, [], None
@@ -103,7 +105,6 @@ class MemoryProfiler(Callback):
         self._overall = (0, 0)
         self._steady: deque[tuple[int, int]] = deque(maxlen=_LEAK_READINGS)
         self._rows_of_step: list[Row] = []
-        self._device = trainer.strategy.root_device
         self._folder = self.dirpath or Path(trainer.default_root_dir) / "memory"
         memory_readings.take_peaks(self._device)
         if self.record_history and self._device.type == "cuda":
@@ -250,7 +251,9 @@ class MemoryProfiler(Callback):
             lines.append(f"memory of {at}: {mib(self.breakdown.total)} = {parts}")
             top = ", ".join(f"{name} {mib(size)}" for name, _, size in self.breakdown.modules[:3])
             lines += [f"most activations: {top}"] if top else []
-        lines.append(f"the process's largest resident size: {mib(host_peak())}; see {self._folder}")
+        peak = host_peak()
+        resident = "" if peak is None else f"the process's largest resident size: {mib(peak)}; "
+        lines.append(f"{resident}see {self._folder}")
         return "\n".join(lines)
 
     def _write_timeline(self) -> None:

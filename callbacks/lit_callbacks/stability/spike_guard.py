@@ -263,6 +263,14 @@ class SpikeGuard(Callback):
                 "those samples, or start again with a lower learning rate"
             )
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if no step could be checked."""
+        if self._batches and not self._recent:
+            self._attempts.warn(
+                f"checked nothing: Lightning took no optimizer step (batches: {len(self._batches):,}); in manual "
+                "optimization, take the steps with the optimizers that self.optimizers() returns"
+            )
+
     # --- evidence ------------------------------------------------------------------------------------
 
     def _save(

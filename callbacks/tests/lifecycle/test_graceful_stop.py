@@ -254,6 +254,26 @@ def test_a_gradient_that_goes_on_into_the_next_epoch_is_not_cut(tmp_path: Path) 
     assert saved_step(stop) == 2
 
 
+def test_steps_that_lightning_does_not_count_are_saved_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    class Uncounted(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    run, module = make_trainer(tmp_path, Signal("on_train_batch_start", 1), max_epochs=-1), Uncounted()
+    with pytest.raises(StopRequested) as stop:
+        run.fit(module, loader(6))
+    assert run.current_epoch == 0
+    saved = torch.load(stop.value.checkpoint, weights_only=True)["state_dict"]
+    assert torch.equal(saved["layer.weight"], module.layer.weight)
+
+
 # --- several ranks -------------------------------------------------------------------------------
 
 

@@ -265,8 +265,11 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     assert trainer.global_step == 8
 
 
-def test_a_device_without_snapshots_is_a_warning(tmp_path: Path) -> None:
-    profiler, _ = fit(tmp_path, Digits(), digits())
+@pytest.mark.parametrize("command", ["none", "fit", "validate"])
+def test_a_device_without_snapshots_is_a_warning(tmp_path: Path, command: str) -> None:
+    profiler = MemoryProfiler(tmp_path / "memory", picture=False)
+    if command != "none":
+        getattr(make_trainer(tmp_path, callbacks=[profiler]), command)(Digits(), digits())
     with pytest.warns(UserWarning, match="no memory snapshot: cpu has none"):
         assert profiler.snapshot(tmp_path / "snapshot.pickle") is False
 

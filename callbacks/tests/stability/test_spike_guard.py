@@ -263,6 +263,17 @@ def test_manual_optimization_judges_each_optimizer_by_itself(tmp_path: Path) -> 
     assert moved(module) == [True] * 5
 
 
+def test_steps_that_lightning_does_not_take_are_a_warning(tmp_path: Path) -> None:
+    class Untaken(TwoOptimizers):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers(use_pl_optimizer=False):  # type: ignore[union-attr]
+                optimizer.step()
+
+    run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[SpikeGuard()])
+    with pytest.warns(UserWarning, match=r"checked nothing: .* \(batches: 4\)"):
+        run.fit(Untaken(), rows([1.0] * 4))
+
+
 def test_infinite_gradients_under_a_scaler_are_the_scalers(tmp_path: Path) -> None:
     """The first scale is far too high for fp16's range: the scaler finds its own way down, unharmed by the guard."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
