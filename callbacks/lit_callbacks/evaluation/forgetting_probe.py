@@ -12,7 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.evaluation.evaluation_side_effects import EvaluatedWeights, EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.step_lines import add_lines, drop_after_step, read_lines
 from lit_callbacks.protocols import MeasuresTextLoss
@@ -37,7 +38,8 @@ class ForgettingProbe(Callback):
     """Measure the loss on held-out general text before, during and after training.
 
     It is logged as ``forgetting/loss``, in nats per token, and written to ``forgetting.jsonl`` (``step, loss,
-    tokens``). The texts are distributed over the data-parallel ranks. The change of the loss is printed at the end.
+    tokens``). The texts are distributed over the data-parallel ranks. The change of the loss is printed at the end. A
+    callback that replaces the weights at the end, e.g. by averages, comes before it in the list.
     """
 
     def __init__(
@@ -74,7 +76,21 @@ class ForgettingProbe(Callback):
         self._every = None if every_n_steps is None else EveryNSteps(every_n_steps)
         self._measured: list[Measurement] = []
         self._measured_at = -1
+        self._weights = EvaluatedWeights()
         self._is_off = self._is_unwritable = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise an error if another probe writes to the same file: their lines could not be told apart.
+
+        Raises:
+            ValueError: another ``ForgettingProbe`` of the trainer has the same path.
+        """
+        probes = [one for one in attributes_of(trainer).callbacks if isinstance(one, ForgettingProbe)]
+        if stage == "fit" and any(one is not self and one._file(trainer) == self._file(trainer) for one in probes):
+            raise ValueError(
+                f"{len(probes)} callbacks ForgettingProbe, and two of them write {str(self._file(trainer))!r}; give "
+                "each its own path="
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the model before the first step; a resumed run has done so already."""
@@ -99,8 +115,9 @@ class ForgettingProbe(Callback):
             self._measure(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure a last time, and print the change of the loss."""
-        if self._measured_at != trainer.global_step:
+        """Measure a last time, also if the weights were replaced after the last step, and print the loss's change."""
+        is_done = self._measured_at == trainer.global_step
+        if not is_done or (not self._is_off and self._weights.have_changed(trainer, pl_module)):
             self._measure(trainer, pl_module)
         if len(self._measured) > 1 and self._measured[0]["step"] == 0:
             before, after = self._measured[0]["loss"], self._measured[-1]["loss"]
@@ -131,6 +148,7 @@ class ForgettingProbe(Callback):
             self._every.done(trainer.global_step)
         if self._is_off or loss is None:
             return
+        self._weights.remember(module)
         with evaluating(trainer, module):
             sums = on_all_ranks(
                 trainer,

@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.evaluation.evaluation_side_effects import EvaluatedWeights, EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.log_text import log_text
 from lit_callbacks.output.quantities import as_count
@@ -28,7 +29,9 @@ class SampleGenerations(Callback):
 
     Answers go to the loggers that take text, as ``samples``, and to a JSONL file (``step, prompt, answer``, and
     ``expected`` and ``chat`` where given). All ranks generate, because under sharding each holds a part of the weights;
-    rank 0 writes. Dropout is off during generation, and the random numbers of training do not change.
+    rank 0 writes. Dropout is off during generation, and the random numbers of training do not change. Several of these
+    callbacks may share a file. A callback that replaces the weights at the end, e.g. by averages, comes before it in
+    the list.
     """
 
     def __init__(
@@ -68,13 +71,15 @@ class SampleGenerations(Callback):
         self.expected = None if expected is None else list(expected)
         self.path = None if path is None else Path(path)
         self._every = EveryNSteps(every_n_steps)
+        self._weights = EvaluatedWeights()
         self._is_off = self._is_unwritable = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Generate before the first step; a resumed run has done so already."""
         self._is_off = self._is_unwritable = False
         self._every.last = trainer.global_step or -1
-        self._write(trainer, lambda: drop_after_step(self._file(trainer), trainer.global_step))
+        if self._is_first_with_file(trainer):
+            self._write(trainer, lambda: drop_after_step(self._file(trainer), trainer.global_step))
         if trainer.global_step == 0:
             self._ask(trainer, pl_module)
 
@@ -86,13 +91,16 @@ class SampleGenerations(Callback):
             self._ask(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate after the last step."""
-        if self._every.last != trainer.global_step:
+        """Generate after the last step, and again if the weights were replaced after it, e.g. by averages."""
+        is_done = self._every.last == trainer.global_step
+        if not is_done or (not self._is_off and self._weights.have_changed(trainer, pl_module)):
             self._ask(trainer, pl_module)
 
     def _ask(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step
         self._every.done(step)
+        if not self._is_off:
+            self._weights.remember(module)
         if self._is_off or (answers := self._answers(trainer, module)) is None or not trainer.is_global_zero:
             return
         rows = list(zip(self.prompts, answers, strict=True))
@@ -154,6 +162,11 @@ class SampleGenerations(Callback):
         if trainer.is_global_zero and not self._is_unwritable:
             what = f"SampleGenerations cannot write {str(self._file(trainer))!r}; give path="
             self._is_unwritable = not written(what, write)
+
+    def _is_first_with_file(self, trainer: Trainer) -> bool:
+        """Whether no callback before this one has written to the same file in this fit."""
+        others = (one for one in attributes_of(trainer).callbacks if isinstance(one, SampleGenerations))
+        return next((one for one in others if one._file(trainer) == self._file(trainer)), self) is self
 
     def _file(self, trainer: Trainer) -> Path:
         return self.path or Path(trainer.default_root_dir) / "samples.jsonl"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, SampleGenerations
 from ranks import on_ranks
@@ -92,6 +92,29 @@ def test_losses_before_after_each_validation_and_at_the_end(tmp_path: Path, capl
 def test_losses_every_n_steps(tmp_path: Path) -> None:
     fit(tmp_path, ForgettingProbe(["x"], every_n_steps=3), accumulate_grad_batches=2, batches=10)
     assert [line["step"] for line in lines(tmp_path / "forgetting.jsonl")] == [0, 3, 5]
+
+
+class Averages(Callback):
+    """Puts other weights into the model when training ends, as Lightning's ``WeightAveraging`` does."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Counter)
+        pl_module.weight.data.fill_(-100)
+
+
+def test_weights_that_are_replaced_at_the_end_are_evaluated(tmp_path: Path) -> None:
+    probe = ForgettingProbe(["x"], every_n_steps=5)
+    fit(tmp_path, [Averages(), SampleGenerations(["a"], every_n_steps=5), probe])
+    assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "a -5", "a -100"]
+    assert [line["loss"] for line in lines(tmp_path / "forgetting.jsonl")] == [1, 6, 101]
+
+
+def test_lists_of_prompts_may_share_a_file_and_probes_may_not(tmp_path: Path) -> None:
+    fit(tmp_path, [SampleGenerations(["a"], 5), SampleGenerations(["b"], 5)])
+    assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "b 0", "a -5", "b -5"]
+    with pytest.raises(ValueError, match=r"two of them write '.*forgetting.jsonl'; give each its own path="):
+        fit(tmp_path, [ForgettingProbe(["x"]), ForgettingProbe(["y"])])
+    fit(tmp_path, [ForgettingProbe(["x"]), ForgettingProbe(["y"], path=tmp_path / "other.jsonl")])
 
 
 def test_training_does_not_notice(tmp_path: Path) -> None:
