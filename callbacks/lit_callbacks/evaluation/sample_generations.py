@@ -1,6 +1,6 @@
 """Generated answers to fixed prompts during training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -173,10 +173,15 @@ class SampleGenerations(Callback):
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """Token that a tokenizer puts before raw text, or ""; ``answer`` takes prompts with special tokens spelled out."""
-    if tokenizer is None or getattr(tokenizer, "bos_token", None) is None:  # that of another library may have none
+    """Token that a tokenizer puts before raw text, or ""; ``answer`` takes prompts with special tokens spelled out.
+
+    A tokenizer of another library than transformers may have no such token, or return something else.
+    """
+    if not callable(tokenizer) or getattr(tokenizer, "bos_token", None) is None:
         return ""
-    return str(tokenizer.bos_token) if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
+    encoded = tokenizer("")
+    ids = encoded.get("input_ids", []) if isinstance(encoded, Mapping) else []
+    return str(tokenizer.bos_token) if ids and ids[0] == tokenizer.bos_token_id else ""
 
 
 def _answer(max_new_tokens: int, module: AnswersPrompts, prompts: Sequence[str]) -> Sequence[str]:

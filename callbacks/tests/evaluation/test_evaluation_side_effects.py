@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,9 +223,21 @@ def test_answers_that_are_not_one_text_per_prompt_are_a_warning(tmp_path: Path, 
     assert not (tmp_path / "samples.jsonl").exists()
 
 
-def test_a_tokenizer_of_another_library_does_not_keep_the_module_from_answering(tmp_path: Path) -> None:
+class OwnTokenizer:
+    """Returns a list, not the mapping of transformers."""
+
+    bos_token = "<s>"
+
+    def __call__(self, text: str) -> list[int]:
+        return [1, *map(ord, text)]
+
+
+@pytest.mark.parametrize("tokenizer", [object(), OwnTokenizer(), SimpleNamespace(bos_token="<s>")])
+def test_a_tokenizer_of_another_library_does_not_keep_the_module_from_answering(
+    tmp_path: Path, tokenizer: object
+) -> None:
     module = Counter()
-    module.tokenizer = object()
+    module.tokenizer = tokenizer
     fit(tmp_path, SampleGenerations(["a"], 5), module)
     assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "a -5"]
 

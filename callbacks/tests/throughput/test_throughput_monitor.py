@@ -381,6 +381,7 @@ def test_what_batches_hold() -> None:
     assert count_batch(empty) == BatchCounts(0, 0, 0, 0, 0, [])
     assert count_batch({"input_ids": torch.zeros(2, 5)}) == BatchCounts(2, 10, 10, None, 10, [5, 5])
     assert count_batch([torch.zeros(3, 2), torch.zeros(3)]) == BatchCounts(samples=3)
+    assert count_batch({"weight": torch.tensor(0.5), "image": torch.zeros(3, 2)}) == BatchCounts(samples=3)
     assert count_batch("nothing") == BatchCounts()
     ids = torch.zeros(3, 5, dtype=torch.long)
     of_samples = {"input_ids": ids, "labels": torch.zeros(3)}
