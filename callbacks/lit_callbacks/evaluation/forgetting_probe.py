@@ -37,7 +37,7 @@ class Measurement(TypedDict):
 class ForgettingProbe(Callback):
     """Measure the loss on held-out general text before, during and after training.
 
-    It is logged as ``forgetting/loss``, in nats per token, and written to ``forgetting.jsonl`` (``step, loss,
+    It is logged as ``forgetting/loss``, in nats per token, which other callbacks may monitor, and written to ``forgetting.jsonl`` (``step, loss,
     tokens``). The texts are distributed over the data-parallel ranks. The change of the loss is printed at the end. A
     callback that replaces the weights at the end, e.g. by averages, comes before it in the list.
     """
@@ -163,6 +163,7 @@ class ForgettingProbe(Callback):
         total, tokens = (over_ranks * self._replicas_and_rank(trainer)[0] / trainer.world_size).tolist()
         line = Measurement(step=trainer.global_step, loss=total / max(tokens, 1), tokens=int(tokens))
         self._measured.append(line)
+        trainer.callback_metrics["forgetting/loss"] = torch.tensor(line["loss"])  # for callbacks that monitor it
         for logger in trainer.loggers:
             logger.log_metrics({"forgetting/loss": line["loss"]}, step=trainer.global_step)
         self._write(trainer, lambda: add_lines(self._file(trainer), [line]))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, SampleGenerations
 from ranks import on_ranks
@@ -88,6 +89,12 @@ def test_losses_before_after_each_validation_and_at_the_end(tmp_path: Path, capl
     assert "forgetting/loss" in next(tmp_path.rglob("metrics.csv")).read_text()
     said = "general text: 1.000 nats per token before training, 6.000 after (+5.000: perplexity x 148) over 11 tokens"
     assert said in caplog.text
+
+
+def test_the_loss_can_be_monitored(tmp_path: Path) -> None:
+    stop = EarlyStopping("forgetting/loss", stopping_threshold=0.0, divergence_threshold=8.0, patience=100)
+    module = fit(tmp_path, [ForgettingProbe(["x"]), stop], max_epochs=9)
+    assert module.weight == -10  # 6 after the first epoch, 11 after the second
 
 
 def test_losses_every_n_steps(tmp_path: Path) -> None:
