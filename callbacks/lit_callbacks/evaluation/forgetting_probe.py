@@ -37,9 +37,10 @@ class Measurement(TypedDict):
 class ForgettingProbe(Callback):
     """Measure the loss on held-out general text before, during and after training.
 
-    It is logged as ``forgetting/loss``, in nats per token, which other callbacks may monitor, and written to ``forgetting.jsonl`` (``step, loss,
-    tokens``). The texts are distributed over the data-parallel ranks. The change of the loss is printed at the end. A
-    callback that replaces the weights at the end, e.g. by averages, comes before it in the list.
+    It is logged as ``forgetting/loss``, in nats per token, which other callbacks may monitor, and written to
+    ``forgetting.jsonl`` (``step, loss, tokens``). The texts are distributed over the data-parallel ranks. The change of
+    the loss is printed at the end. A callback that replaces the weights at the end, e.g. by averages, comes before this
+    one in the list.
     """
 
     def __init__(
