@@ -118,7 +118,7 @@ class LossLedger(Callback):
         """
         names = _kept(ids)
         self._has_recorded = True
-        source_names = [""] * len(names) if sources is None else _kept(sources)
+        source_names = _kept([""] * len(names) if sources is None else sources)
         losses = losses.detach().flatten()
         counts = [1] * len(names) if tokens is None else tokens.flatten() if isinstance(tokens, Tensor) else tokens
         expected = sum(numbers := _numbers(counts)) if per_token else len(names)
@@ -139,9 +139,7 @@ class LossLedger(Callback):
         self._started = self._written_at = trainer.global_step
         self._pending, self._has_recorded = [], False
         self._step, self._epoch = trainer.global_step, trainer.current_epoch
-        self._safely(
-            lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank, trainer.world_size)
-        )
+        self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank, trainer.world_size))
         self._lend(pl_module, self.record)
         get_ready()
 

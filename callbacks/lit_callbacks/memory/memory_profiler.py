@@ -71,8 +71,8 @@ class MemoryProfiler(Callback):
             dirpath: folder for ``memory_timeline.csv``, ``memory_step.csv``, the picture and the report; None is
                 ``memory`` in the trainer's ``default_root_dir``.
             sample_steps: optimizer steps of this fit, counted from 1, in which every tensor storage is tracked, which
-                makes them slower; compiled modules run without compilation in them. Step 1 starts without optimizer state, but makes the report of an error in that step
-                complete.
+                makes them slower; compiled modules run without compilation in them. Step 1 starts without optimizer
+                state, but makes the report of an error in that step complete.
             picture: whether to draw ``memory_timeline.png`` at the end, with matplotlib (the extra ``plots``).
             record_history: whether to record the origin of each allocation on CUDA, for ``snapshot``; it costs a little
                 time.

@@ -101,7 +101,10 @@ class StorageLedger(TorchDispatchMode):
 
     def __enter__(self) -> "StorageLedger":
         self._stance = torch.compiler.set_stance("force_eager")
-        self._hooks = [register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end)]
+        self._hooks = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
         return super().__enter__()
 
     def __exit__(
@@ -117,7 +120,7 @@ class StorageLedger(TorchDispatchMode):
 
     def _end(self, module: nn.Module, _: object, output: object) -> None:
         name = self._open_modules.pop()
-        if name.rpartition(".")[2].isdigit():
+        if output is not None and name.rpartition(".")[2].isdigit():  # None after an error, which a caller may catch
             self.layer_outputs[name] = local_bytes(islice(tensors_in(output), 1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,7 @@
 """MemoryProfiler: its account against torch's own, its page, its files."""
 
 import csv
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,21 @@ def test_compiled_modules_are_compiled_after_the_sampled_steps(tmp_path: Path, f
     assert compiled_at == [2]
     assert profiler.breakdown is not None
     assert profiler.breakdown.peaks["forward"] > profiler.breakdown.bytes["parameters"]
+
+
+def test_a_forward_pass_that_fails_and_is_repeated(tmp_path: Path) -> None:
+    """As by code that halves a batch on an out-of-memory error: later activations belong to their own modules."""
+
+    class Repeats(Wide):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            with suppress(RuntimeError):
+                self.layers(batch[0][:, :3])
+            return super().training_step(batch, batch_idx)
+
+    once, again = (fit(tmp_path, kind(), digits(1536, 512))[0].breakdown for kind in (Wide, Repeats))
+    assert once is not None
+    assert again is not None
+    assert once.modules == again.modules
 
 
 def test_phases_are_logged(tmp_path: Path) -> None:
