@@ -67,10 +67,11 @@ class GracefulStop(Callback):
 
     A signal only sets a flag. At the end of each optimizer step, and only there, the ranks agree whether any of them
     got a signal: no collective runs in a signal handler, and no partly accumulated gradient is lost, so that a resumed
-    run equals an uninterrupted one. On CUDA with several ranks they agree one step later, so that no step waits for
-    the answer. A running validation of ``fit`` is finished first. Before the first step, and in
-    ``validate``, ``test`` and ``predict``, there is nothing to save: the process ends at once. After the last step, the
-    run finishes its final writes. A second signal always ends the process at once.
+    run equals an uninterrupted one if its data loader can be resumed (Lightning starts any other one from its first
+    sample; and it leaves out the validation after a stop in the last step before it). On CUDA with several ranks they
+    agree one step later, so that no step waits for the answer. A running validation of ``fit`` is finished first.
+    Before the first step, and in ``validate``, ``test`` and ``predict``, there is nothing to save: the process ends at
+    once. After the last step, the run finishes its final writes. A second signal always ends the process at once.
 
     From ``setup`` to ``teardown``, Lightning's own SIGTERM handler, which broadcasts, is disabled; Lightning handles
     SLURM's requeue signal at the end of an optimizer step, and the run goes on until SLURM ends it.

@@ -91,6 +91,7 @@ class MemoryProfiler(Callback):
         self._attempts = Attempts("MemoryProfiler")
         self._ledger: StorageLedger | None = None
         self._is_watching = False
+        self._rows_of_step: list[Row] = []
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # until a run begins
 
     # --- phases ----------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class MemoryProfiler(Callback):
         self._steps, self._measures, self._phase = 0, False, "setup"
         self._overall = (0, 0)
         self._steady: deque[tuple[int, int]] = deque(maxlen=_LEAK_READINGS)
-        self._rows_of_step: list[Row] = []
+        self._rows_of_step = []
         self._folder = self.dirpath or Path(trainer.default_root_dir) / "memory"
         memory_readings.take_peaks(self._device)
         if self.record_history and self._device.type == "cuda":
@@ -277,10 +278,13 @@ class MemoryProfiler(Callback):
         return True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report on an out-of-memory error of ``fit``; every error is raised on."""
-        if trainer.state.fn == TrainerFn.FITTING and is_out_of_memory(exception):
+        """Report on an out-of-memory error of ``fit``, and write the timeline so far; every error is raised on."""
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit and is_out_of_memory(exception):
             self._attempts.result("cannot report on the error", partial(self._explain, trainer, pl_module, exception))
         self._end(trainer)
+        if is_fit and trainer.is_global_zero and (self.timeline or self._rows_of_step):
+            self._attempts.result("cannot write the timeline", self._write_timeline)
 
     def _explain(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
         when = f"optimizer step {self._steps + 1}"

@@ -167,6 +167,19 @@ def test_files_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "memory" / "memory_timeline.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_run_that_is_stopped_keeps_its_timeline(tmp_path: Path) -> None:
+    class Stopped(TinyLM):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, Stopped(), texts(), profiler={"picture": False})
+    with (tmp_path / "memory" / "memory_timeline.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+    assert (tmp_path / "memory" / "memory_step.csv").stat().st_size > 1000
+
+
 class Full(TinyLM):
     """A device with room for three steps."""
 
