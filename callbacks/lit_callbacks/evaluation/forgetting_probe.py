@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_callbacks.evaluation.evaluation_side_effects import EvaluatedWeights, EveryNSteps, evaluating, on_all_ranks
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.step_lines import add_lines, drop_after_step, read_lines
 from lit_callbacks.protocols import MeasuresTextLoss
 
@@ -192,7 +193,7 @@ class ForgettingProbe(Callback):
             self._is_unwritable = not written(what, write)
 
     def _file(self, trainer: Trainer) -> Path:
-        return self.path or Path(trainer.default_root_dir) / "forgetting.jsonl"
+        return self.path or run_folder(trainer) / "forgetting.jsonl"
 
 
 def _loss_of_module(module: MeasuresTextLoss, texts: Sequence[str]) -> tuple[Tensor | float, Tensor | float]:

@@ -14,6 +14,7 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.log_text import log_text
 from lit_callbacks.output.quantities import as_count
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.step_lines import add_lines, drop_after_step
 from lit_callbacks.protocols import AnswersPrompts, Message, RendersPrompts, tokenizer_of
 
@@ -169,7 +170,7 @@ class SampleGenerations(Callback):
         return next((one for one in others if one._file(trainer) == self._file(trainer)), self) is self
 
     def _file(self, trainer: Trainer) -> Path:
-        return self.path or Path(trainer.default_root_dir) / "samples.jsonl"
+        return self.path or run_folder(trainer) / "samples.jsonl"
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase | None") -> str:

@@ -21,6 +21,7 @@ from lit_callbacks.distributed.host_copy import HostCopy
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import lightning_internals
 from lit_callbacks.internals.lightning_internals import attributes_of
+from lit_callbacks.output.run_folder import is_url
 from lit_callbacks.protocols import WritesToFolder
 
 SAME_SIGNAL_SECONDS = 1.0
@@ -195,7 +196,7 @@ class GracefulStop(Callback):
         path = str(self.checkpoint or self._default_path(trainer))
         if is_a(trainer.checkpoint_callback, ModelCheckpoint):
             # Else the resumed run writes last-v1.ckpt too; it spells paths so.
-            trainer.checkpoint_callback.last_model_path = os.path.realpath(path)
+            trainer.checkpoint_callback.last_model_path = path if is_url(path) else os.path.realpath(path)
         return path
 
     def _agreed_signal(self, trainer: Trainer) -> int:
@@ -234,10 +235,10 @@ class GracefulStop(Callback):
         self._leave()
 
     @staticmethod
-    def _default_path(trainer: Trainer) -> Path:
+    def _default_path(trainer: Trainer) -> str:
         callback = trainer.checkpoint_callback
         folder = callback.dirpath if isinstance(callback, WritesToFolder) else None
-        return Path(folder or trainer.default_root_dir) / "last.ckpt"
+        return os.path.join(folder or trainer.default_root_dir, "last.ckpt")  # a Path would damage a URL
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the last step is done: a signal no longer stops the run."""

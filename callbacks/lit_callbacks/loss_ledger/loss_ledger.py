@@ -20,6 +20,7 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
 from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize
 from lit_callbacks.output.attempts import Attempts, written
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.tables import show_table
 from lit_callbacks.protocols import LooksUpTexts, RecordsLosses
 
@@ -217,7 +218,7 @@ class LossLedger(Callback):
             module.record_losses = record
 
     def _root(self, trainer: Trainer) -> Path:
-        return self.folder or Path(trainer.default_root_dir) / "loss_ledger"
+        return self.folder or run_folder(trainer) / "loss_ledger"
 
     def _write(self, trainer: Trainer) -> None:
         self._written_at = trainer.global_step

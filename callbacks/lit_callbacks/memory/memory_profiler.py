@@ -31,6 +31,7 @@ from lit_callbacks.memory.storage_ledger import (
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.output.quantities import MIB
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.peak_memory import host_peak
 from lit_callbacks.phases import Phase, failed_in, unwatch, watch
 
@@ -106,7 +107,7 @@ class MemoryProfiler(Callback):
         self._overall = (0, 0)
         self._steady: deque[tuple[int, int]] = deque(maxlen=_LEAK_READINGS)
         self._rows_of_step = []
-        self._folder = self.dirpath or Path(trainer.default_root_dir) / "memory"
+        self._folder = self.dirpath or run_folder(trainer) / "memory"
         memory_readings.take_peaks(self._device)
         if self.record_history and self._device.type == "cuda":
             torch_internals.record_memory_history()

@@ -24,6 +24,7 @@ from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import torch_internals
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.protocols import MeasuresGradientNorm, SumsGradientNorm, grad_scaler
 
 LEAST_DEVIATION = 0.1
@@ -281,7 +282,7 @@ class SpikeGuard(Callback):
         reasons: list[str],
         measured: Mapping[str, float | None],
     ) -> Path:
-        folder = self.folder or Path(trainer.default_root_dir) / "spikes"
+        folder = self.folder or run_folder(trainer) / "spikes"
         path = folder / f"step{trainer.global_step:08d}.rank{trainer.global_rank}.json"
         evidence = {
             "step": trainer.global_step,
