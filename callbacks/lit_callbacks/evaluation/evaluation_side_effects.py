@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lit_callbacks.answering_weights import weights_that_answer
 from lit_callbacks.distributed.gather import reshard
 from lit_callbacks.internals import torch_internals
 
@@ -19,13 +20,17 @@ _Result = TypeVar("_Result")
 
 @contextmanager
 def evaluating(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Evaluation mode without gradients, in the run's precision; restores training modes and random states at exit."""
+    """Evaluation mode without gradients, in the run's precision; restores training modes and random states at exit.
+
+    Schedule-free optimizers give the weights that the trained model answers with, and at exit those of training again.
+    """
     modes = {part: part.training for part in module.modules()}
     device = trainer.strategy.root_device
     module.eval()
     try:
         with (
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            weights_that_answer(trainer, module),
             trainer.precision_plugin.forward_context(),
             torch.no_grad(),
         ):
@@ -92,12 +97,13 @@ class EvaluatedWeights:
         self._norms: Tensor | None = None
 
     def remember(self, module: LightningModule) -> None:
-        """Take the weights of a module as those that are evaluated."""
+        """Take the weights of a module as those that are evaluated; within ``evaluating``."""
         self._norms = _local_norms(module)
 
     def have_changed(self, trainer: Trainer, module: LightningModule) -> bool:
         """Whether the weights of a module, on any rank, are others than the remembered ones, if any. A collective."""
-        norms = _local_norms(module)
+        with weights_that_answer(trainer, module):
+            norms = _local_norms(module)
         is_same = self._norms is None or torch.equal(norms, self._norms)
         return not trainer.strategy.reduce_boolean_decision(is_same, all=True)
 

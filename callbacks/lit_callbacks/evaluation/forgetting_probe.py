@@ -150,8 +150,8 @@ class ForgettingProbe(Callback):
             self._every.done(trainer.global_step)
         if self._is_off or loss is None:
             return
-        self._weights.remember(module)
         with evaluating(trainer, module):
+            self._weights.remember(module)
             sums = on_all_ranks(
                 trainer,
                 "ForgettingProbe cannot measure, and stops looking",

@@ -100,8 +100,6 @@ class SampleGenerations(Callback):
     def _ask(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step
         self._every.done(step)
-        if not self._is_off:
-            self._weights.remember(module)
         if self._is_off or (answers := self._answers(trainer, module)) is None or not trainer.is_global_zero:
             return
         rows = list(zip(self.prompts, answers, strict=True))
@@ -130,6 +128,7 @@ class SampleGenerations(Callback):
             )
             return None
         with evaluating(trainer, module):
+            self._weights.remember(module)
             answers = on_all_ranks(
                 trainer,
                 "SampleGenerations cannot generate, and stops asking",

@@ -117,6 +117,40 @@ def test_weights_that_are_replaced_at_the_end_are_evaluated(tmp_path: Path) -> N
     assert [line["loss"] for line in lines(tmp_path / "forgetting.jsonl")] == [1, 6, 101]
 
 
+class TwoSets(torch.optim.SGD):
+    """Answers with ten times what it trains, as schedule-free optimizers answer with an average."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.param_groups[0]["train_mode"] = True
+
+    def _multiply(self, is_training: bool, factor: float) -> None:
+        self.param_groups[0]["train_mode"] = is_training
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(factor)
+
+    def train(self) -> None:
+        self._multiply(True, 0.1)
+
+    def eval(self) -> None:
+        self._multiply(False, 10)
+
+
+def test_weights_that_answer_are_evaluated(tmp_path: Path) -> None:
+    class ScheduleFree(Counter):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return TwoSets(self.parameters())
+
+        def on_train_epoch_end(self) -> None:
+            self.trainer.optimizers[0].eval()  # type: ignore[attr-defined]
+
+    callbacks = [SampleGenerations(["a"], every_n_steps=5), ForgettingProbe(["x"], every_n_steps=5)]
+    module = fit(tmp_path, callbacks, ScheduleFree(), batches=10)
+    assert module.weight == -100
+    assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "a -50", "a -100"]
+    assert [line["loss"] for line in lines(tmp_path / "forgetting.jsonl")] == [1, 51, 101]
+
+
 def test_lists_of_prompts_may_share_a_file_and_probes_may_not(tmp_path: Path) -> None:
     fit(tmp_path, [SampleGenerations(["a"], 5), SampleGenerations(["b"], 5)])
     assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "b 0", "a -5", "b -5"]
