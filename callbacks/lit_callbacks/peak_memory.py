@@ -1,13 +1,19 @@
 """Peak memory of this process and of its device, in bytes."""
 
-import resource
 import sys
 
 import torch
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None  # type: ignore[assignment]
 
-def host_peak() -> int:
-    """Bytes of the process's peak resident memory, mapped files included."""
+
+def host_peak() -> int | None:
+    """Bytes of the process's peak resident memory, mapped files included; None on Windows."""
+    if resource is None:
+        return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

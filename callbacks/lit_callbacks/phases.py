@@ -219,7 +219,9 @@ class PhaseProfiler(Profiler):
         """Leave the inner profiler as it is: Lightning's would tear it down, and it still has a report to write."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
+        if name == "inner":  # not set yet in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
 
 def watch(trainer: Trainer, listener: Listener) -> None:

@@ -36,6 +36,13 @@ def test_importing_costs_a_twentieth_of_lightning_and_brings_no_other_package(tm
     assert float(cost) < 0.05
 
 
+def test_importing_needs_no_module_that_only_unix_has() -> None:
+    unix = "resource fcntl pwd grp termios".split()
+    code = "import sys, lightning.pytorch; sys.modules |= dict.fromkeys(sys.argv[1:]); import lit_callbacks\n"
+    code += "assert lit_callbacks.peak_memory.host_peak() is None"
+    python(sys.executable, "-c", code, *unix, folder=HERE.parent)
+
+
 def link(names: list[str], site: Path) -> None:
     """Link the packages of distributions, and of all that they declare to need, from the environment of this test."""
     seen = set[str]()

@@ -7,19 +7,30 @@ from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from lit_callbacks.answering_weights import weights_that_answer
+from lit_callbacks.distributed.gather import reshard
+from lit_callbacks.internals import torch_internals
 
 _Result = TypeVar("_Result")
 
 
 @contextmanager
 def evaluating(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Evaluation mode without gradients, in the run's precision; restores training modes and random states at exit."""
+    """Evaluation mode without gradients, in the run's precision; restores training modes and random states at exit.
+
+    Schedule-free optimizers give the weights that the trained model answers with, and at exit those of training again.
+    """
     modes = {part: part.training for part in module.modules()}
     device = trainer.strategy.root_device
     module.eval()
     try:
         with (
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            weights_that_answer(trainer, module),
             trainer.precision_plugin.forward_context(),
             torch.no_grad(),
         ):
@@ -73,3 +84,34 @@ class EveryNSteps:
     def done(self, step: int) -> None:
         """Record that the evaluation was done at this step."""
         self.last = step
+
+
+class EvaluatedWeights:
+    """Tells whether the trainable weights differ from the evaluated ones without a step between.
+
+    At the end of training a callback may put averages into the model, as Lightning's ``WeightAveraging`` does.
+    """
+
+    def __init__(self) -> None:
+        """Start without evaluated weights."""
+        self._norms: Tensor | None = None
+
+    def remember(self, module: LightningModule) -> None:
+        """Take the weights of a module as those that are evaluated; within ``evaluating``."""
+        self._norms = _local_norms(module)
+
+    def have_changed(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Whether the weights of a module, on any rank, are others than the remembered ones, if any. A collective."""
+        with weights_that_answer(trainer, module):
+            norms = _local_norms(module)
+        is_same = self._norms is None or torch.equal(norms, self._norms)
+        return not trainer.strategy.reduce_boolean_decision(is_same, all=True)
+
+
+def _local_norms(module: LightningModule) -> Tensor:
+    """Norm of this rank's part of each trainable weight, ``(weights,)``, fp32; 0 where it is not a number."""
+    reshard(module)
+    weights = [p.detach() for p in module.parameters() if p.requires_grad and not is_lazy(p)]
+    parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    norms = [norm.float() for norm in torch_internals.norms(parts)] if parts else []
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).nan_to_num() if norms else torch.zeros(0)

@@ -12,8 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.evaluation.evaluation_side_effects import EvaluatedWeights, EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.step_lines import add_lines, drop_after_step, read_lines
 from lit_callbacks.protocols import MeasuresTextLoss
 
@@ -36,8 +38,10 @@ class Measurement(TypedDict):
 class ForgettingProbe(Callback):
     """Measure the loss on held-out general text before, during and after training.
 
-    It is logged as ``forgetting/loss``, in nats per token, and written to ``forgetting.jsonl`` (``step, loss,
-    tokens``). The texts are distributed over the data-parallel ranks. The change of the loss is printed at the end.
+    It is logged as ``forgetting/loss``, in nats per token, which other callbacks may monitor, and written to
+    ``forgetting.jsonl`` (``step, loss, tokens``). The texts are distributed over the data-parallel ranks. The change of
+    the loss is printed at the end. A callback that replaces the weights at the end, e.g. by averages, comes before this
+    one in the list.
     """
 
     def __init__(
@@ -74,7 +78,21 @@ class ForgettingProbe(Callback):
         self._every = None if every_n_steps is None else EveryNSteps(every_n_steps)
         self._measured: list[Measurement] = []
         self._measured_at = -1
+        self._weights = EvaluatedWeights()
         self._is_off = self._is_unwritable = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise an error if another probe writes to the same file: their lines could not be told apart.
+
+        Raises:
+            ValueError: another ``ForgettingProbe`` of the trainer has the same path.
+        """
+        probes = [one for one in attributes_of(trainer).callbacks if isinstance(one, ForgettingProbe)]
+        if stage == "fit" and any(one is not self and one._file(trainer) == self._file(trainer) for one in probes):
+            raise ValueError(
+                f"{len(probes)} callbacks ForgettingProbe, and two of them write {str(self._file(trainer))!r}; give "
+                "each its own path="
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the model before the first step; a resumed run has done so already."""
@@ -99,8 +117,9 @@ class ForgettingProbe(Callback):
             self._measure(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure a last time, and print the change of the loss."""
-        if self._measured_at != trainer.global_step:
+        """Measure a last time, also if the weights were replaced after the last step, and print the loss's change."""
+        is_done = self._measured_at == trainer.global_step
+        if not is_done or (not self._is_off and self._weights.have_changed(trainer, pl_module)):
             self._measure(trainer, pl_module)
         if len(self._measured) > 1 and self._measured[0]["step"] == 0:
             before, after = self._measured[0]["loss"], self._measured[-1]["loss"]
@@ -132,6 +151,7 @@ class ForgettingProbe(Callback):
         if self._is_off or loss is None:
             return
         with evaluating(trainer, module):
+            self._weights.remember(module)
             sums = on_all_ranks(
                 trainer,
                 "ForgettingProbe cannot measure, and stops looking",
@@ -145,6 +165,7 @@ class ForgettingProbe(Callback):
         total, tokens = (over_ranks * self._replicas_and_rank(trainer)[0] / trainer.world_size).tolist()
         line = Measurement(step=trainer.global_step, loss=total / max(tokens, 1), tokens=int(tokens))
         self._measured.append(line)
+        trainer.callback_metrics["forgetting/loss"] = torch.tensor(line["loss"])  # for callbacks that monitor it
         for logger in trainer.loggers:
             logger.log_metrics({"forgetting/loss": line["loss"]}, step=trainer.global_step)
         self._write(trainer, lambda: add_lines(self._file(trainer), [line]))
@@ -172,7 +193,7 @@ class ForgettingProbe(Callback):
             self._is_unwritable = not written(what, write)
 
     def _file(self, trainer: Trainer) -> Path:
-        return self.path or Path(trainer.default_root_dir) / "forgetting.jsonl"
+        return self.path or run_folder(trainer) / "forgetting.jsonl"
 
 
 def _loss_of_module(module: MeasuresTextLoss, texts: Sequence[str]) -> tuple[Tensor | float, Tensor | float]:

@@ -1,6 +1,6 @@
 """Generated answers to fixed prompts during training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +9,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.evaluation.evaluation_side_effects import EvaluatedWeights, EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.log_text import log_text
 from lit_callbacks.output.quantities import as_count
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.step_lines import add_lines, drop_after_step
 from lit_callbacks.protocols import AnswersPrompts, Message, RendersPrompts, tokenizer_of
 
@@ -28,7 +30,9 @@ class SampleGenerations(Callback):
 
     Answers go to the loggers that take text, as ``samples``, and to a JSONL file (``step, prompt, answer``, and
     ``expected`` and ``chat`` where given). All ranks generate, because under sharding each holds a part of the weights;
-    rank 0 writes. Dropout is off during generation, and the random numbers of training do not change.
+    rank 0 writes. Dropout is off during generation, and the random numbers of training do not change. Several of these
+    callbacks may share a file. A callback that replaces the weights at the end, e.g. by averages, comes before it in
+    the list.
     """
 
     def __init__(
@@ -68,13 +72,15 @@ class SampleGenerations(Callback):
         self.expected = None if expected is None else list(expected)
         self.path = None if path is None else Path(path)
         self._every = EveryNSteps(every_n_steps)
+        self._weights = EvaluatedWeights()
         self._is_off = self._is_unwritable = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Generate before the first step; a resumed run has done so already."""
         self._is_off = self._is_unwritable = False
         self._every.last = trainer.global_step or -1
-        self._write(trainer, lambda: drop_after_step(self._file(trainer), trainer.global_step))
+        if self._is_first_with_file(trainer):
+            self._write(trainer, lambda: drop_after_step(self._file(trainer), trainer.global_step))
         if trainer.global_step == 0:
             self._ask(trainer, pl_module)
 
@@ -86,8 +92,9 @@ class SampleGenerations(Callback):
             self._ask(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate after the last step."""
-        if self._every.last != trainer.global_step:
+        """Generate after the last step, and again if the weights were replaced after it, e.g. by averages."""
+        is_done = self._every.last == trainer.global_step
+        if not is_done or (not self._is_off and self._weights.have_changed(trainer, pl_module)):
             self._ask(trainer, pl_module)
 
     def _ask(self, trainer: Trainer, module: LightningModule) -> None:
@@ -121,6 +128,7 @@ class SampleGenerations(Callback):
             )
             return None
         with evaluating(trainer, module):
+            self._weights.remember(module)
             answers = on_all_ranks(
                 trainer,
                 "SampleGenerations cannot generate, and stops asking",
@@ -155,15 +163,25 @@ class SampleGenerations(Callback):
             what = f"SampleGenerations cannot write {str(self._file(trainer))!r}; give path="
             self._is_unwritable = not written(what, write)
 
+    def _is_first_with_file(self, trainer: Trainer) -> bool:
+        """Whether no callback before this one has written to the same file in this fit."""
+        others = (one for one in attributes_of(trainer).callbacks if isinstance(one, SampleGenerations))
+        return next((one for one in others if one._file(trainer) == self._file(trainer)), self) is self
+
     def _file(self, trainer: Trainer) -> Path:
-        return self.path or Path(trainer.default_root_dir) / "samples.jsonl"
+        return self.path or run_folder(trainer) / "samples.jsonl"
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """Token that a tokenizer puts before raw text, or ""; ``answer`` takes prompts with special tokens spelled out."""
-    if tokenizer is None or getattr(tokenizer, "bos_token", None) is None:  # that of another library may have none
+    """Token that a tokenizer puts before raw text, or ""; ``answer`` takes prompts with special tokens spelled out.
+
+    A tokenizer of another library than transformers may have no such token, or return something else.
+    """
+    if not callable(tokenizer) or getattr(tokenizer, "bos_token", None) is None:
         return ""
-    return str(tokenizer.bos_token) if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
+    encoded = tokenizer("")
+    ids = encoded.get("input_ids", []) if isinstance(encoded, Mapping) else []
+    return str(tokenizer.bos_token) if ids and ids[0] == tokenizer.bos_token_id else ""
 
 
 def _answer(max_new_tokens: int, module: AnswersPrompts, prompts: Sequence[str]) -> Sequence[str]:

@@ -1,7 +1,6 @@
 """Export of the adapter and the merged model to folders that Hugging Face tools load."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from lit_callbacks.answering_weights import weights_that_answer
 from lit_callbacks.distributed.gather import full_weights, is_split, reshard
 from lit_callbacks.either_package import is_a
 from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_atomically
@@ -30,7 +30,6 @@ from lit_callbacks.export.merging import (
 from lit_callbacks.internals.transformers_internals import is_quantized
 from lit_callbacks.protocols import (
     GathersWeights,
-    KeepsTwoWeightSets,
     SavesAdapter,
     WritesFolder,
     WritesModelFolder,
@@ -257,24 +256,3 @@ def _monitored(trainer: Trainer) -> list[ModelCheckpoint]:
 
 def _best_paths(trainer: Trainer) -> list[str]:
     return [callback.best_model_path for callback in _monitored(trainer)]
-
-
-@contextmanager
-def weights_that_answer(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Put schedule-free optimizers into ``eval()`` mode; at exit, restore the training weights bit by bit."""
-    two_sets = [
-        optimizer
-        for optimizer in trainer.optimizers
-        if isinstance(optimizer, KeepsTwoWeightSets) and optimizer.param_groups[0].get("train_mode", False)
-    ]
-    aside = [(p, p.detach().clone()) for p in module.parameters() if p.requires_grad] if two_sets else []
-    for optimizer in two_sets:
-        optimizer.eval()
-    try:
-        yield
-    finally:
-        for optimizer in two_sets:
-            optimizer.train()
-        with torch.no_grad():
-            for parameter, weight in aside:
-                parameter.copy_(weight)

@@ -21,6 +21,7 @@ from lit_callbacks.distributed.host_copy import HostCopy
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import lightning_internals
 from lit_callbacks.internals.lightning_internals import attributes_of
+from lit_callbacks.output.run_folder import is_url
 from lit_callbacks.protocols import WritesToFolder
 
 SAME_SIGNAL_SECONDS = 1.0
@@ -67,10 +68,11 @@ class GracefulStop(Callback):
 
     A signal only sets a flag. At the end of each optimizer step, and only there, the ranks agree whether any of them
     got a signal: no collective runs in a signal handler, and no partly accumulated gradient is lost, so that a resumed
-    run equals an uninterrupted one. On CUDA with several ranks they agree one step later, so that no step waits for
-    the answer. A running validation of ``fit`` is finished first. Before the first step, and in
-    ``validate``, ``test`` and ``predict``, there is nothing to save: the process ends at once. After the last step, the
-    run finishes its final writes. A second signal always ends the process at once.
+    run equals an uninterrupted one if its data loader can be resumed (Lightning starts any other one from its first
+    sample; and it leaves out the validation after a stop in the last step before it). On CUDA with several ranks they
+    agree one step later, so that no step waits for the answer. A running validation of ``fit`` is finished first.
+    Before the first step, and in ``validate``, ``test`` and ``predict``, there is nothing to save: the process ends at
+    once. After the last step, the run finishes its final writes. A second signal always ends the process at once.
 
     From ``setup`` to ``teardown``, Lightning's own SIGTERM handler, which broadcasts, is disabled; Lightning handles
     SLURM's requeue signal at the end of an optimizer step, and the run goes on until SLURM ends it.
@@ -95,7 +97,7 @@ class GracefulStop(Callback):
         self._process = os.getpid()
         self._stop: StopRequested | None = None
         self._is_training = self._is_finishing = False
-        self._step = 0
+        self._step = self._first_step = 0
         self._agreed: HostCopy | None = None
 
     # --- signals -------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ class GracefulStop(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the step at which training starts or resumes."""
-        self._step = trainer.global_step
+        self._step = self._first_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Stop before the next batch, if the checkpoint is saved."""
@@ -178,6 +180,9 @@ class GracefulStop(Callback):
         if trainer.global_step == self._step:  # gradient accumulation is not complete
             return
         self._step = trainer.global_step
+        self._save_if_asked(trainer)
+
+    def _save_if_asked(self, trainer: Trainer) -> None:
         if (number := self._agreed_signal(trainer)) == _requeue_signal(trainer):
             self._received = None
             lightning_internals.save_and_requeue(trainer, number, self._path(trainer) if self.checkpoint else None)
@@ -191,7 +196,7 @@ class GracefulStop(Callback):
         path = str(self.checkpoint or self._default_path(trainer))
         if is_a(trainer.checkpoint_callback, ModelCheckpoint):
             # Else the resumed run writes last-v1.ckpt too; it spells paths so.
-            trainer.checkpoint_callback.last_model_path = os.path.realpath(path)
+            trainer.checkpoint_callback.last_model_path = path if is_url(path) else os.path.realpath(path)
         return path
 
     def _agreed_signal(self, trainer: Trainer) -> int:
@@ -220,14 +225,20 @@ class GracefulStop(Callback):
         self._leave()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop at the end of the epoch, if the checkpoint is saved."""
+        """Stop at the end of the epoch, if the checkpoint is saved.
+
+        Save here where Lightning has counted no step of this fit: in manual optimization it sees those only that are
+        taken with the optimizers that ``self.optimizers()`` returns.
+        """
+        if trainer.global_step == self._first_step and not pl_module.automatic_optimization:
+            self._save_if_asked(trainer)
         self._leave()
 
     @staticmethod
-    def _default_path(trainer: Trainer) -> Path:
+    def _default_path(trainer: Trainer) -> str:
         callback = trainer.checkpoint_callback
         folder = callback.dirpath if isinstance(callback, WritesToFolder) else None
-        return Path(folder or trainer.default_root_dir) / "last.ckpt"
+        return os.path.join(folder or trainer.default_root_dir, "last.ckpt")  # a Path would damage a URL
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the last step is done: a signal no longer stops the run."""

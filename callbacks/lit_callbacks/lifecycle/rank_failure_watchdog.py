@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -47,6 +48,11 @@ class RankFailureWatchdog(Callback):
         self._undo_delay: Callable[[], None]
         self._limit = 0.0
         self._said = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy, which does not watch the run of the original."""
+        of_run = ("_heartbeats", "_undo_delay")
+        return {name: value for name, value in vars(self).items() if name not in of_run} | {"_over": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the heartbeats and the watchdog thread, in a run of several ranks."""

@@ -82,10 +82,22 @@ def read_visits(folder: Path) -> list[Visit]:
     return sorted(visits, key=lambda visit: visit.step)
 
 
-def forget(folder: Path, started: int, rank: int) -> None:
-    """Delete a rank's files of runs that started at or after a step: the run starts there again."""
-    for path in folder.glob(f"from*.rank{rank}.*"):
-        if (match := _match(path)) and int(match.group(1)) >= started:
+def forget(folder: Path, started: int, rank: int, world_size: int) -> None:
+    """Delete a rank's files of runs that started at or after a step: the run starts there again.
+
+    Rank 0 also deletes those of ranks that an earlier run had and this one does not have.
+
+    Args:
+        folder: folder of the ledger.
+        started: optimizer step at which this run starts.
+        rank: this rank.
+        world_size: number of ranks of this run.
+    """
+    for path in folder.glob("from*"):
+        if (match := _match(path)) is None or int(match.group(1)) < started:
+            continue
+        owner = int(match.group(3))
+        if (owner if owner < world_size else 0) == rank:
             path.unlink()
 
 

@@ -20,6 +20,7 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
 from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize
 from lit_callbacks.output.attempts import Attempts, written
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.tables import show_table
 from lit_callbacks.protocols import LooksUpTexts, RecordsLosses
 
@@ -42,8 +43,8 @@ class _Record(NamedTuple):
 
     step: int
     epoch: int
-    ids: list[object]
-    sources: list[object]
+    ids: Tensor | list[object]
+    sources: Tensor | list[object]
     losses: Tensor
     """Of each sample, or of each supervised token."""
     tokens: _Counts
@@ -116,9 +117,9 @@ class LossLedger(Callback):
             per_token: whether ``losses`` holds the loss of every supervised token, ``(supervised tokens,)``, sample
                 after sample, and ``tokens`` is a list.
         """
-        names = _listed(ids)
+        names = _kept(ids)
         self._has_recorded = True
-        source_names: list[object] = [""] * len(names) if sources is None else _listed(sources)
+        source_names = _kept([""] * len(names) if sources is None else sources)
         losses = losses.detach().flatten()
         counts = [1] * len(names) if tokens is None else tokens.flatten() if isinstance(tokens, Tensor) else tokens
         expected = sum(numbers := _numbers(counts)) if per_token else len(names)
@@ -129,7 +130,7 @@ class LossLedger(Callback):
                 f"{len(source_names)} sources, and leaves them out; give one of each for each sample"
                 + (f", and with per_token=True {expected} losses: the sum of the token counts" if per_token else "")
             )
-        elif names and not self._is_off:
+        elif len(names) > 0 and not self._is_off:
             if per_token and expected > TOKENS_KEPT:
                 losses, per_token = _sample_means(losses, counts, per_token), False
             self._pending.append(_Record(self._step, self._epoch, names, source_names, losses, counts, per_token))
@@ -139,7 +140,7 @@ class LossLedger(Callback):
         self._started = self._written_at = trainer.global_step
         self._pending, self._has_recorded = [], False
         self._step, self._epoch = trainer.global_step, trainer.current_epoch
-        self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank))
+        self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank, trainer.world_size))
         self._lend(pl_module, self.record)
         get_ready()
 
@@ -185,6 +186,7 @@ class LossLedger(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the records so far."""
+        self._lend(pl_module, None)
         self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -216,7 +218,7 @@ class LossLedger(Callback):
             module.record_losses = record
 
     def _root(self, trainer: Trainer) -> Path:
-        return self.folder or Path(trainer.default_root_dir) / "loss_ledger"
+        return self.folder or run_folder(trainer) / "loss_ledger"
 
     def _write(self, trainer: Trainer) -> None:
         self._written_at = trainer.global_step
@@ -229,8 +231,8 @@ class LossLedger(Callback):
         visits = Visits(
             step=list(compress((part.step for part in pending for _ in part.ids), tokens)),
             epoch=list(compress((part.epoch for part in pending for _ in part.ids), tokens)),
-            id=list(compress((str(name) for part in pending for name in part.ids), tokens)),
-            source=list(compress((str(source) for part in pending for source in part.sources), tokens)),
+            id=list(compress((str(name) for part in pending for name in _listed(part.ids)), tokens)),
+            source=list(compress((str(source) for part in pending for source in _listed(part.sources)), tokens)),
             loss=list(compress(losses, tokens)),
             tokens=list(compress(tokens, tokens)),
         )
@@ -244,6 +246,12 @@ class LossLedger(Callback):
     def _sum_up(self, folder: Path, trainer: Trainer) -> None:
         try:
             visits = read_visits(folder)
+        except ModuleNotFoundError as error:  # an earlier part of the run had pyarrow
+            rank_zero_warn(
+                f"LossLedger cannot read the Parquet files in {str(folder)!r}, so there is no summary: {error.name} is "
+                "missing; pip install 'lit-ft-callbacks[parquet]'"
+            )
+            return
         except (OSError, ValueError, LookupError) as error:  # training itself has succeeded
             rank_zero_warn(f"LossLedger cannot read {str(folder)!r} ({error}), so there is no summary; remove the file")
             return
@@ -266,8 +274,16 @@ def _shown(cell: object) -> object:
     return shorten(cell, TEXT_SHOWN, placeholder="...") if isinstance(cell, str) else cell
 
 
-def _listed(values: PerSample) -> list[object]:
-    return values.tolist() if isinstance(values, Tensor) else list(values)
+def _kept(values: PerSample) -> Tensor | list[object]:
+    """Values as they are kept until a write: a tensor on its device, which ``tolist`` would wait for.
+
+    It is a copy, because a view would keep all of the batch.
+    """
+    return values.detach().clone() if isinstance(values, Tensor) else list(values)
+
+
+def _listed(values: Tensor | list[object]) -> list[object]:
+    return values.tolist() if isinstance(values, Tensor) else values
 
 
 def _numbers(counts: _Counts) -> list[int]:
@@ -290,7 +306,7 @@ def _returned(outputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None
         return outputs["sample_losses"], outputs.get("sample_tokens")
     if "token_losses" not in outputs:
         return None
-    losses = outputs["token_losses"].detach()  # (samples, tokens)
+    losses = outputs["token_losses"].detach().float()  # (samples, tokens); a sum in bf16 has 8 bits
     mask = outputs.get("token_mask", losses != 0)
     tokens = mask.sum(1)
     return (losses * mask).sum(1) / tokens.clamp(min=1), tokens

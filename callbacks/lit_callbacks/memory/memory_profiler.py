@@ -31,6 +31,7 @@ from lit_callbacks.memory.storage_ledger import (
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.output.quantities import MIB
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.peak_memory import host_peak
 from lit_callbacks.phases import Phase, failed_in, unwatch, watch
 
@@ -71,8 +72,8 @@ class MemoryProfiler(Callback):
             dirpath: folder for ``memory_timeline.csv``, ``memory_step.csv``, the picture and the report; None is
                 ``memory`` in the trainer's ``default_root_dir``.
             sample_steps: optimizer steps of this fit, counted from 1, in which every tensor storage is tracked, which
-                makes them slower. Step 1 starts without optimizer state, but makes the report of an error in that step
-                complete.
+                makes them slower; compiled modules run without compilation in them. Step 1 starts without optimizer
+                state, but makes the report of an error in that step complete.
             picture: whether to draw ``memory_timeline.png`` at the end, with matplotlib (the extra ``plots``).
             record_history: whether to record the origin of each allocation on CUDA, for ``snapshot``; it costs a little
                 time.
@@ -91,20 +92,22 @@ class MemoryProfiler(Callback):
         self._attempts = Attempts("MemoryProfiler")
         self._ledger: StorageLedger | None = None
         self._is_watching = False
+        self._rows_of_step: list[Row] = []
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # until a run begins
 
     # --- phases ----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start to measure, with the phase ``setup``."""
+        self._device = trainer.strategy.root_device
         if stage != "fit":
             return
         self.peaks, self.timeline, self.breakdown = {}, [], None
         self._steps, self._measures, self._phase = 0, False, "setup"
         self._overall = (0, 0)
         self._steady: deque[tuple[int, int]] = deque(maxlen=_LEAK_READINGS)
-        self._rows_of_step: list[Row] = []
-        self._device = trainer.strategy.root_device
-        self._folder = self.dirpath or Path(trainer.default_root_dir) / "memory"
+        self._rows_of_step = []
+        self._folder = self.dirpath or run_folder(trainer) / "memory"
         memory_readings.take_peaks(self._device)
         if self.record_history and self._device.type == "cuda":
             torch_internals.record_memory_history()
@@ -250,7 +253,9 @@ class MemoryProfiler(Callback):
             lines.append(f"memory of {at}: {mib(self.breakdown.total)} = {parts}")
             top = ", ".join(f"{name} {mib(size)}" for name, _, size in self.breakdown.modules[:3])
             lines += [f"most activations: {top}"] if top else []
-        lines.append(f"the process's largest resident size: {mib(host_peak())}; see {self._folder}")
+        peak = host_peak()
+        resident = "" if peak is None else f"the process's largest resident size: {mib(peak)}; "
+        lines.append(f"{resident}see {self._folder}")
         return "\n".join(lines)
 
     def _write_timeline(self) -> None:
@@ -274,10 +279,13 @@ class MemoryProfiler(Callback):
         return True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report on an out-of-memory error of ``fit``; every error is raised on."""
-        if trainer.state.fn == TrainerFn.FITTING and is_out_of_memory(exception):
+        """Report on an out-of-memory error of ``fit``, and write the timeline so far; every error is raised on."""
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit and is_out_of_memory(exception):
             self._attempts.result("cannot report on the error", partial(self._explain, trainer, pl_module, exception))
         self._end(trainer)
+        if is_fit and trainer.is_global_zero and (self.timeline or self._rows_of_step):
+            self._attempts.result("cannot write the timeline", self._write_timeline)
 
     def _explain(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
         when = f"optimizer step {self._steps + 1}"

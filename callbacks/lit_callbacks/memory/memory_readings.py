@@ -1,8 +1,8 @@
 """Memory readings of a device's allocator and of this process, in bytes."""
 
 import os
-import resource
 from functools import cache
+from mmap import PAGESIZE
 
 import torch
 
@@ -21,7 +21,7 @@ def host_memory() -> int | None:
         _, resident, shared = os.pread(_statm(os.getpid()), 256, 0).split(maxsplit=3)[:3]
     except OSError:
         return None
-    return (int(resident) - int(shared)) * resource.getpagesize()
+    return (int(resident) - int(shared)) * PAGESIZE
 
 
 def allocated(device: torch.device) -> int | None:

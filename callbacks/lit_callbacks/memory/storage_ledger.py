@@ -70,7 +70,9 @@ class StorageLedger(TorchDispatchMode):
     """Context manager that tracks the storages of all tensors that operations return, until they are freed.
 
     Not tracked: temporary memory within an operation, and storages that are resized in place (FSDP's gathered weights).
-    It costs some tens of microseconds per operation, so it is meant for single steps.
+    It costs some tens of microseconds per operation, so it is meant for single steps. Compiled modules run without
+    compilation meanwhile: torch never again compiles a function that it first sees within a dispatch mode, and raises
+    an error if it was compiled with ``fullgraph=True``.
     """
 
     def __init__(self, device: torch.device, modules: nn.Module) -> None:
@@ -98,7 +100,11 @@ class StorageLedger(TorchDispatchMode):
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> "StorageLedger":
-        self._hooks = [register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end)]
+        self._stance = torch.compiler.set_stance("force_eager")
+        self._hooks = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
         return super().__enter__()
 
     def __exit__(
@@ -107,13 +113,14 @@ class StorageLedger(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         super().__exit__(kind, error, trace)
+        self._stance.__exit__(kind, error, trace)
 
     def _begin(self, module: nn.Module, _: object) -> None:
         self._open_modules.append(self._names.get(id(module), ""))
 
     def _end(self, module: nn.Module, _: object, output: object) -> None:
         name = self._open_modules.pop()
-        if name.rpartition(".")[2].isdigit():
+        if output is not None and name.rpartition(".")[2].isdigit():  # None after an error, which a caller may catch
             self.layer_outputs[name] = local_bytes(islice(tensors_in(output), 1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -22,6 +22,7 @@ from markupsafe import Markup
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.printable import printable
 from lit_callbacks.output.quantities import as_count, as_time
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.peak_memory import device_peak, host_peak
 from lit_callbacks.protocols import tokenizer_of
 from lit_callbacks.report.first_batch import describe_batch, holds_tokens, write_first_batch
@@ -165,7 +166,7 @@ class RunReport(Callback):
             rank_zero_warn(f"RunReport: no curve of a loss was logged; {advice}")
 
     def _root(self, trainer: Trainer) -> Path:
-        return self.folder or Path(trainer.default_root_dir)
+        return self.folder or run_folder(trainer)
 
     def _note(self, trainer: Trainer, **noted: object) -> None:
         path = self._root(trainer) / ENVIRONMENT

@@ -24,6 +24,7 @@ from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import torch_internals
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
+from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.protocols import MeasuresGradientNorm, SumsGradientNorm, grad_scaler
 
 LEAST_DEVIATION = 0.1
@@ -146,10 +147,13 @@ class SpikeGuard(Callback):
         """Number of steps with a spike, in this run and the runs that it resumes."""
         self._recent: deque[bool] = deque(maxlen=self.window)
         self._history: defaultdict[str, History] = defaultdict(partial(History, self.window))
+        self._logged = 0
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._loss: Tensor | None = None
         self._batches: list[tuple[int, PerSample | None]] = []
         self._has_stepped = False
-        self._logged = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier run, of another trainer; a resumed run restores its state after this hook."""
@@ -157,6 +161,10 @@ class SpikeGuard(Callback):
             self._reset()
 
     # --- data of a step ------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Discard the micro-batches of a step that an earlier fit did not finish."""
+        self._begin_step()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Store the ids of the step's samples."""
@@ -256,6 +264,14 @@ class SpikeGuard(Callback):
                 "those samples, or start again with a lower learning rate"
             )
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if no step could be checked."""
+        if self._batches and not self._recent:
+            self._attempts.warn(
+                f"checked nothing: Lightning took no optimizer step (batches: {len(self._batches):,}); in manual "
+                "optimization, take the steps with the optimizers that self.optimizers() returns"
+            )
+
     # --- evidence ------------------------------------------------------------------------------------
 
     def _save(
@@ -266,7 +282,7 @@ class SpikeGuard(Callback):
         reasons: list[str],
         measured: Mapping[str, float | None],
     ) -> Path:
-        folder = self.folder or Path(trainer.default_root_dir) / "spikes"
+        folder = self.folder or run_folder(trainer) / "spikes"
         path = folder / f"step{trainer.global_step:08d}.rank{trainer.global_rank}.json"
         evidence = {
             "step": trainer.global_step,
@@ -292,7 +308,8 @@ class SpikeGuard(Callback):
         return {"skipped_steps": self.skipped_steps, "recent": list(self._recent), "history": history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the history and counts."""
+        """Restore the history and counts, in place of those of an earlier fit."""
+        self._reset()
         self.skipped_steps = state_dict["skipped_steps"]
         self._recent.extend(state_dict["recent"])
         self._history.update({name: History(self.window, values) for name, values in state_dict["history"].items()})

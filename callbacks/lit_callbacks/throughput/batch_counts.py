@@ -43,12 +43,12 @@ def count_batch(batch: object) -> BatchCounts:
     Three kinds are known: a padded batch in the Hugging Face convention (``input_ids``, and optionally
     ``attention_mask`` and unshifted ``labels``), a packed batch (``input_ids``, ``segment_lengths``, ``targets``: the
     head is computed for the targets only), and any other batch, whose number of samples is the first dimension of its
-    first tensor. A mask that is not one of tokens (``(samples, 1, T, T)``) leaves the padding unknown; labels of
-    samples, or of a decoder, leave the supervised tokens unknown.
+    first tensor that is no scalar. A mask that is not one of tokens (``(samples, 1, T, T)``) leaves the padding
+    unknown; labels of samples, or of a decoder, leave the supervised tokens unknown.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
         first = _first_tensor(batch)
-        return BatchCounts(samples=None if first is None or first.ndim == 0 else first.shape[0])
+        return BatchCounts(samples=None if first is None else first.shape[0])
     ids = batch["input_ids"]
     if "segment_lengths" in batch:
         segments = list(batch["segment_lengths"])
@@ -69,7 +69,8 @@ def count_batch(batch: object) -> BatchCounts:
 
 
 def _first_tensor(batch: object) -> Tensor | None:
+    """First tensor of at least one dimension within mappings, lists and tuples."""
     if isinstance(batch, Tensor):
-        return batch
+        return batch if batch.ndim > 0 else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     return next((first for part in parts if (first := _first_tensor(part)) is not None), None)

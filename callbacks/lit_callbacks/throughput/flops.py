@@ -42,6 +42,8 @@ _ATTENTION_INPUTS = 1.0
 _SECOND_FACTOR = re.compile(r"lora_B|vera_lambda_b")
 _PROJECTIONS = {"q": r"\bq_proj|query", "k": r"\bk_proj|\bkey\b", "v": r"\bv_proj|\bvalue\b"}
 _FUSED = re.compile(r"qkv|\bc_attn")
+_ADDED = re.compile(r"pos|embed|token")
+"""In names of parameters that are added to hidden states: learned positions, a class token."""
 
 
 @runtime_checkable
@@ -112,7 +114,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
         for name, weight in module.named_parameters(recurse=False):
             full_name = f"{prefix}.{name}"
             is_lookup = "lora_embedding" in full_name or ".original_module." in full_name
-            if id(weight) in seen or is_lookup or len(full_shape(weight)) < 2:
+            if id(weight) in seen or is_lookup or _ADDED.search(name) or len(full_shape(weight)) < 2:
                 continue
             seen.add(id(weight))
             # The shape of a packed quantized weight is not its size; the layer has the size.

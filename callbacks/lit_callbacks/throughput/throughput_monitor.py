@@ -263,16 +263,22 @@ class ThroughputMonitor(Callback):
         self.summary = self._figures(trainer, self._run)
         self._end(trainer)
         if not self.summary:
-            if self._skipped:
-                self._attempts.warn(
-                    f"no figures: the run took {as_count(self._skipped, 'step')}, and the first "
-                    f"skip_steps={self.skip_steps} are not measured; train longer or lower it",
-                    "short",
-                )
+            self._say_why_none()
             return
         for logger in trainer.loggers:
             logger.log_metrics({f"throughput/run/{k}": v for k, v in self.summary.items()}, step=trainer.global_step)
         rank_zero_info(describe(self.summary, self._run.steps, trainer.world_size))
+
+    def _say_why_none(self) -> None:
+        if self._skipped:
+            why = f"the run took {as_count(self._skipped, 'step')}, and the first skip_steps={self.skip_steps} are "
+            self._attempts.warn(f"no figures: {why}not measured; train longer or lower it", "short")
+        elif self._batches:
+            self._attempts.warn(
+                f"no figures: Lightning counted no optimizer step (batches: {len(self._batches):,}); in manual "
+                "optimization, take the steps with the optimizers that self.optimizers() returns",
+                "uncounted",
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the trainer's profiler."""

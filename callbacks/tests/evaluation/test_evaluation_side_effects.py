@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, SampleGenerations
 from ranks import on_ranks
@@ -89,9 +91,72 @@ def test_losses_before_after_each_validation_and_at_the_end(tmp_path: Path, capl
     assert said in caplog.text
 
 
+def test_the_loss_can_be_monitored(tmp_path: Path) -> None:
+    stop = EarlyStopping("forgetting/loss", stopping_threshold=0.0, divergence_threshold=8.0, patience=100)
+    module = fit(tmp_path, [ForgettingProbe(["x"]), stop], max_epochs=9)
+    assert module.weight == -10  # 6 after the first epoch, 11 after the second
+
+
 def test_losses_every_n_steps(tmp_path: Path) -> None:
     fit(tmp_path, ForgettingProbe(["x"], every_n_steps=3), accumulate_grad_batches=2, batches=10)
     assert [line["step"] for line in lines(tmp_path / "forgetting.jsonl")] == [0, 3, 5]
+
+
+class Averages(Callback):
+    """Puts other weights into the model when training ends, as Lightning's ``WeightAveraging`` does."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Counter)
+        pl_module.weight.data.fill_(-100)
+
+
+def test_weights_that_are_replaced_at_the_end_are_evaluated(tmp_path: Path) -> None:
+    probe = ForgettingProbe(["x"], every_n_steps=5)
+    fit(tmp_path, [Averages(), SampleGenerations(["a"], every_n_steps=5), probe])
+    assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "a -5", "a -100"]
+    assert [line["loss"] for line in lines(tmp_path / "forgetting.jsonl")] == [1, 6, 101]
+
+
+class TwoSets(torch.optim.SGD):
+    """Answers with ten times what it trains, as schedule-free optimizers answer with an average."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.param_groups[0]["train_mode"] = True
+
+    def _multiply(self, is_training: bool, factor: float) -> None:
+        self.param_groups[0]["train_mode"] = is_training
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(factor)
+
+    def train(self) -> None:
+        self._multiply(True, 0.1)
+
+    def eval(self) -> None:
+        self._multiply(False, 10)
+
+
+def test_weights_that_answer_are_evaluated(tmp_path: Path) -> None:
+    class ScheduleFree(Counter):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return TwoSets(self.parameters())
+
+        def on_train_epoch_end(self) -> None:
+            self.trainer.optimizers[0].eval()  # type: ignore[attr-defined]
+
+    callbacks = [SampleGenerations(["a"], every_n_steps=5), ForgettingProbe(["x"], every_n_steps=5)]
+    module = fit(tmp_path, callbacks, ScheduleFree(), batches=10)
+    assert module.weight == -100
+    assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "a -50", "a -100"]
+    assert [line["loss"] for line in lines(tmp_path / "forgetting.jsonl")] == [1, 51, 101]
+
+
+def test_lists_of_prompts_may_share_a_file_and_probes_may_not(tmp_path: Path) -> None:
+    fit(tmp_path, [SampleGenerations(["a"], 5), SampleGenerations(["b"], 5)])
+    assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "b 0", "a -5", "b -5"]
+    with pytest.raises(ValueError, match=r"two of them write '.*forgetting.jsonl'; give each its own path="):
+        fit(tmp_path, [ForgettingProbe(["x"]), ForgettingProbe(["y"])])
+    fit(tmp_path, [ForgettingProbe(["x"]), ForgettingProbe(["y"], path=tmp_path / "other.jsonl")])
 
 
 def test_training_does_not_notice(tmp_path: Path) -> None:
@@ -199,9 +264,21 @@ def test_answers_that_are_not_one_text_per_prompt_are_a_warning(tmp_path: Path, 
     assert not (tmp_path / "samples.jsonl").exists()
 
 
-def test_a_tokenizer_of_another_library_does_not_keep_the_module_from_answering(tmp_path: Path) -> None:
+class OwnTokenizer:
+    """Returns a list, not the mapping of transformers."""
+
+    bos_token = "<s>"
+
+    def __call__(self, text: str) -> list[int]:
+        return [1, *map(ord, text)]
+
+
+@pytest.mark.parametrize("tokenizer", [object(), OwnTokenizer(), SimpleNamespace(bos_token="<s>")])
+def test_a_tokenizer_of_another_library_does_not_keep_the_module_from_answering(
+    tmp_path: Path, tokenizer: object
+) -> None:
     module = Counter()
-    module.tokenizer = object()
+    module.tokenizer = tokenizer
     fit(tmp_path, SampleGenerations(["a"], 5), module)
     assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "a -5"]
 

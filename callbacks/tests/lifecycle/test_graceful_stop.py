@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import Ranks
+from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
@@ -76,7 +77,7 @@ class Steps(Callback):
         self.ended = True
 
 
-def make_trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+def make_trainer(folder: Path | str, *callbacks: Callback, **options: Any) -> Trainer:
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     quiet |= {"accelerator": "cpu", "enable_checkpointing": False, "default_root_dir": folder, "max_epochs": 2}
     return Trainer(callbacks=[GracefulStop(), *callbacks], **{**quiet, **options})
@@ -156,6 +157,22 @@ def test_a_resumed_run_replaces_the_file_that_it_resumes_from(tmp_path: Path, mo
         signals, path = [], folder / "last.ckpt"
         assert torch.load(path, weights_only=False)["global_step"] == expected
     assert not list(folder.glob("last-v*"))
+
+
+def test_a_folder_of_another_file_system_gets_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    for folder in ("memory://run", "memory://run/checkpoints"):
+        has_own = folder != "memory://run"
+        saves = [ModelCheckpoint(folder)] if has_own else []
+        run = make_trainer("memory://run", Signal("on_train_batch_start", 2), *saves, enable_checkpointing=has_own)
+        with pytest.raises(StopRequested) as stop:
+            run.fit(Plain(), loader())
+        assert stop.value.checkpoint == f"{folder}/last.ckpt"
+        again = make_trainer("memory://run", *saves, enable_checkpointing=has_own)
+        again.fit(Plain(), loader(), ckpt_path=stop.value.checkpoint)
+        assert again.global_step == 12
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_after_a_run_it_can_be_pickled_without_the_trainer(tmp_path: Path) -> None:
@@ -252,6 +269,26 @@ def test_a_gradient_that_goes_on_into_the_next_epoch_is_not_cut(tmp_path: Path) 
         if own is not None:
             strategy.handles_gradient_accumulation = own
     assert saved_step(stop) == 2
+
+
+def test_steps_that_lightning_does_not_count_are_saved_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    class Uncounted(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    run, module = make_trainer(tmp_path, Signal("on_train_batch_start", 1), max_epochs=-1), Uncounted()
+    with pytest.raises(StopRequested) as stop:
+        run.fit(module, loader(6))
+    assert run.current_epoch == 0
+    saved = torch.load(stop.value.checkpoint, weights_only=True)["state_dict"]
+    assert torch.equal(saved["layer.weight"], module.layer.weight)
 
 
 # --- several ranks -------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """Ranks of a plain Lightning run of which one raises, hangs, is stopped or killed: the others end and name it."""
 
 import os
+import pickle
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lit_callbacks import RankFailureWatchdog
 from lit_callbacks.internals.lightning_internals import delay_kill
 from lit_callbacks.lifecycle.heartbeats import OVER, Heartbeats, Silence, is_about_another_rank
+from ranks import on_ranks
 
 pytestmark = pytest.mark.processes
 TIMEOUT = 9
@@ -134,6 +137,23 @@ def test_ranks_that_are_done_are_not_missed(started: Any) -> None:
     ranks.wait([0, 1, 2], 60)
     assert list(ranks.codes.values()) == [0, 0, 0], ranks.output()
     assert "stops" not in ranks.output()
+
+
+def copies(folder: str) -> list[bool]:
+    class Copy(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            deepcopy(trainer.callbacks)
+
+    watchdog = RankFailureWatchdog()
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    for callback in (watchdog, pickle.loads(pickle.dumps(watchdog))):
+        run = Trainer(accelerator="cpu", devices=2, callbacks=[callback, Copy()], max_steps=1, **options)
+        run.fit(BoringModel())
+    return [pickle.loads(pickle.dumps(one))._over is None for one in (watchdog, callback)]
+
+
+def test_it_can_be_copied_within_a_run_and_after_it(tmp_path: Path) -> None:
+    assert on_ranks(2, copies, str(tmp_path), timeout=120) == [[True, True]] * 2
 
 
 def test_stopped_children_are_ended() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lit_callbacks import LossLedger
-from lit_callbacks.loss_ledger.ledger_files import Visit, read_visits
+from lit_callbacks.loss_ledger.ledger_files import Visit, Visits, read_visits, write_part
 from lit_callbacks.loss_ledger.ledger_summary import summarize
 from ranks import on_ranks
 from torch import nn
@@ -101,6 +101,36 @@ def test_token_losses_are_averaged_over_the_tokens_that_count(tmp_path: Path) ->
     assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 5.0, 1), Visit(0, 0, "1", "", 12.0, 2)]
 
 
+def test_token_losses_in_bf16_are_averaged_in_fp32(tmp_path: Path) -> None:
+    class Bf16Steps(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            return {"loss": outputs["loss"], "token_losses": torch.tensor([[1000.0, 1.0, 3.0]], dtype=torch.bfloat16)}
+
+    fit(tmp_path, Bf16Steps(), rows([5.0]), LossLedger(), max_epochs=1)
+    (visit,) = read_visits(tmp_path / "loss_ledger")
+    assert visit.loss == pytest.approx(1004 / 3)  # 334 in bf16
+
+
+def test_a_recorded_step_reads_nothing_from_the_device() -> None:
+    ledger = LossLedger()
+    on_device: dict[str, Any] = {"device": "meta"}  # reading one of its tensors raises an error
+    ids, losses = torch.arange(2, **on_device), torch.zeros(2, **on_device)
+    ledger.record(ids, losses, tokens=torch.ones(2, **on_device), sources=ids)
+    assert len(ledger._pending) == 1
+
+
+def test_after_an_error_the_module_no_longer_holds_the_ledger(tmp_path: Path) -> None:
+    class Failing(HookSteps):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ArithmeticError
+
+    module = Failing()
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, module, rows([5.0, 6.0]), LossLedger())
+    assert module.record_losses is None
+
+
 def test_a_module_that_calls_record_itself(tmp_path: Path) -> None:
     module = HookSteps()
     fit(tmp_path, module, rows([5.0, 6.0]), LossLedger(), max_epochs=1)
@@ -122,20 +152,44 @@ def test_losses_of_many_tokens_are_not_held(tmp_path: Path, monkeypatch: pytest.
     assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 6.0, 3)]
 
 
-def test_csv_where_there_is_no_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hide_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
         if name.split(".")[0] == "pyarrow":
-            raise ModuleNotFoundError(name)
+            raise ModuleNotFoundError(name, name="pyarrow")
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+def test_csv_where_there_is_no_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_pyarrow(monkeypatch)
     fit(tmp_path, Steps(), rows([5.0, math.nan]), LossLedger(), max_epochs=1)
     assert (tmp_path / "loss_ledger" / "from00000000-to00000001.rank0.csv").exists()
     first, second = read_visits(tmp_path / "loss_ledger")
     assert first == Visit(0, 0, "0", "", 5.0, 1)
     assert math.isnan(second.loss)
+
+
+def test_a_resumed_run_without_the_pyarrow_of_its_first_part_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = fit(tmp_path, Steps(), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    hide_pyarrow(monkeypatch)
+    again = Trainer(**QUIET, max_epochs=2, default_root_dir=tmp_path, callbacks=[LossLedger()])
+    with pytest.warns(UserWarning, match="no summary: pyarrow is missing"):
+        again.fit(Steps(), rows([5.0, 6.0]), ckpt_path=tmp_path / "one.ckpt")
+    assert len(list((tmp_path / "loss_ledger").glob("from*"))) == 2
+
+
+def test_a_run_forgets_the_ranks_that_an_earlier_one_had(tmp_path: Path) -> None:
+    folder = tmp_path / "loss_ledger"
+    for rank in (0, 1, 3):
+        write_part(folder, 0, rank, Visits([0], [0], [f"earlier-{rank}"], [""], [1.0], [1]))
+    fit(tmp_path, Steps(), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert [visit.id for visit in read_visits(folder)] == ["0", "1"]
 
 
 def test_a_resumed_run_takes_back_what_it_does_again(tmp_path: Path) -> None:

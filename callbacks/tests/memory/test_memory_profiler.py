@@ -1,6 +1,7 @@
 """MemoryProfiler: its account against torch's own, its page, its files."""
 
 import csv
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,39 @@ def test_each_purpose_has_its_bytes(tmp_path: Path) -> None:
     assert breakdown.peaks["optimizer"] < breakdown.peaks["forward"] < breakdown.total
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_modules_are_compiled_after_the_sampled_steps(tmp_path: Path, fullgraph: bool) -> None:
+    compiled_at: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled_at.append(trainer.global_step)
+        return graph.forward
+
+    module = Wide()
+    module.layers = torch.compile(module.layers, backend=backend, fullgraph=fullgraph)  # type: ignore[assignment]
+    profiler = MemoryProfiler(tmp_path, sample_steps=[1, 2], picture=False)
+    trainer = make_trainer(tmp_path, callbacks=[profiler], max_steps=4)
+    trainer.fit(module, digits(16, 4))
+    assert compiled_at == [2]
+    assert profiler.breakdown is not None
+    assert profiler.breakdown.peaks["forward"] > profiler.breakdown.bytes["parameters"]
+
+
+def test_a_forward_pass_that_fails_and_is_repeated(tmp_path: Path) -> None:
+    """As by code that halves a batch on an out-of-memory error: later activations belong to their own modules."""
+
+    class Repeats(Wide):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            with suppress(RuntimeError):
+                self.layers(batch[0][:, :3])
+            return super().training_step(batch, batch_idx)
+
+    once, again = (fit(tmp_path, kind(), digits(1536, 512))[0].breakdown for kind in (Wide, Repeats))
+    assert once is not None
+    assert again is not None
+    assert once.modules == again.modules
+
+
 def test_phases_are_logged(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2)
     profiler, trainer = fit(tmp_path, TinyLM(), texts(), saving, val_check_interval=4)
@@ -131,6 +165,19 @@ def test_files_and_picture(tmp_path: Path) -> None:
     fullest = max(sum(float(value) for name, value in moment.items() if name.endswith("_mib")) for moment in moments)
     assert fullest == pytest.approx(profiler.breakdown.total / MIB, abs=0.001)
     assert (tmp_path / "memory" / "memory_timeline.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_that_is_stopped_keeps_its_timeline(tmp_path: Path) -> None:
+    class Stopped(TinyLM):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, Stopped(), texts(), profiler={"picture": False})
+    with (tmp_path / "memory" / "memory_timeline.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+    assert (tmp_path / "memory" / "memory_step.csv").stat().st_size > 1000
 
 
 class Full(TinyLM):
@@ -247,8 +294,11 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     assert trainer.global_step == 8
 
 
-def test_a_device_without_snapshots_is_a_warning(tmp_path: Path) -> None:
-    profiler, _ = fit(tmp_path, Digits(), digits())
+@pytest.mark.parametrize("command", ["none", "fit", "validate"])
+def test_a_device_without_snapshots_is_a_warning(tmp_path: Path, command: str) -> None:
+    profiler = MemoryProfiler(tmp_path / "memory", picture=False)
+    if command != "none":
+        getattr(make_trainer(tmp_path, callbacks=[profiler]), command)(Digits(), digits())
     with pytest.warns(UserWarning, match="no memory snapshot: cpu has none"):
         assert profiler.snapshot(tmp_path / "snapshot.pickle") is False
 

@@ -180,6 +180,39 @@ def test_what_is_normal_is_that_of_one_run(tmp_path: Path) -> None:
     assert len(guard.state_dict()["recent"]) == 7
 
 
+def test_a_trainer_that_goes_back_to_a_checkpoint_takes_its_counts(tmp_path: Path) -> None:
+    guard = SpikeGuard(warmup_steps=4, stop_after=3)
+    run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[guard])
+    run.fit(Scaled(), rows([1.0] * 6))
+    run.save_checkpoint(tmp_path / "good.ckpt")
+    state = guard.state_dict()
+    run.fit_loop.max_epochs = 2
+    with pytest.raises(SpikesPersist):
+        run.fit(Scaled(), rows([math.nan] * 6), ckpt_path=tmp_path / "good.ckpt")
+    run.fit(module := Scaled(), rows([1.0, math.nan, 1.0]), ckpt_path=tmp_path / "good.ckpt")
+    assert guard.skipped_steps == 1
+    assert guard.state_dict()["recent"] == [*state["recent"], False, True, False]
+    assert moved(module) == [False, True]
+
+
+def test_a_step_that_an_earlier_fit_did_not_finish_is_discarded(tmp_path: Path) -> None:
+    class Interrupted(Scaled):
+        is_interrupted = True
+
+        def on_after_backward(self) -> None:
+            if self.is_interrupted and self.trainer.global_step == 4:
+                raise ArithmeticError
+
+    guard, module = SpikeGuard(warmup_steps=4), Interrupted()
+    options = {"max_epochs": -1, "max_steps": 8, "accumulate_grad_batches": 2}
+    run = Trainer(**QUIET | options, default_root_dir=tmp_path, callbacks=[guard])
+    with pytest.raises(ArithmeticError):
+        run.fit(module, rows([1.0] * 8 + [-1e6] * 2))
+    module.is_interrupted = False
+    run.fit(module, rows([1.0] * 10))
+    assert guard.skipped_steps == 0
+
+
 def test_losses_that_are_vectors_are_summed(tmp_path: Path) -> None:
     class Vectors(TwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
@@ -228,6 +261,17 @@ def test_manual_optimization_judges_each_optimizer_by_itself(tmp_path: Path) -> 
         True,
     ]
     assert moved(module) == [True] * 5
+
+
+def test_steps_that_lightning_does_not_take_are_a_warning(tmp_path: Path) -> None:
+    class Untaken(TwoOptimizers):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers(use_pl_optimizer=False):  # type: ignore[union-attr]
+                optimizer.step()
+
+    run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[SpikeGuard()])
+    with pytest.warns(UserWarning, match=r"checked nothing: .* \(batches: 4\)"):
+        run.fit(Untaken(), rows([1.0] * 4))
 
 
 def test_infinite_gradients_under_a_scaler_are_the_scalers(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The formula for FLOPs against torch's counter, and peaks by device."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,30 @@ def test_which_gradients_are_computed_depends_on_where_the_adapter_is(modules: A
     assert formula is not None
     # The counter sees the rotary frequencies times positions as a product too: 1 FLOP a pair of channels and token.
     assert formula(count_batch(batch)) == pytest.approx(counted(model, batch), rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 64), (40, 64)])
+def test_learned_positions_are_added_and_not_multiplied(shape: tuple[int, ...]) -> None:
+    class Own(nn.Module):
+        """A model of someone's own, with the names of a Hugging Face style config."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(num_hidden_layers=1, num_attention_heads=4, hidden_size=64)
+            self.pos_embed = nn.Parameter(torch.zeros(shape))
+            self.wte, self.qkv, self.head = nn.Embedding(96, 64), nn.Linear(64, 192), nn.Linear(64, 96, bias=False)
+            self.head.weight = self.wte.weight
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.qkv(self.wte(input_ids) + self.pos_embed).chunk(3, -1)
+            return self.head(torch.softmax(query @ key.transpose(1, 2), -1) @ value)
+
+    ids = torch.randint(0, 96, (3, 40))
+    with FlopCounterMode(display=False) as counter:
+        (model := Own())(ids).sum().backward()
+    formula = TransformerFlops.of(model)
+    assert formula is not None
+    assert formula(count_batch({"input_ids": ids})) == counter.get_total_flops()
 
 
 def test_layers_above_the_last_that_is_frozen() -> None:

@@ -3,6 +3,7 @@
 import csv
 import gc
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,14 @@ def test_the_users_profiler_goes_on_and_comes_back(tmp_path: Path) -> None:
     assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 8
 
 
+def test_a_trainer_can_be_copied_within_a_fit(tmp_path: Path) -> None:
+    class Copy(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            assert deepcopy(trainer).profiler.phase == trainer.profiler.phase  # type: ignore[attr-defined]
+
+    make_trainer(tmp_path, callbacks=[ThroughputMonitor(), Copy()], max_steps=2).fit(Digits(), digits())
+
+
 def test_manual_optimization_with_two_optimizers(tmp_path: Path, clock: Clock) -> None:
     class Manual(Digits):
         def __init__(self) -> None:
@@ -348,6 +357,23 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
         trainer.fit(Digits(), digits())
 
 
+def test_steps_that_lightning_does_not_count_are_a_warning(tmp_path: Path) -> None:
+    class Uncounted(Digits):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    trainer = make_trainer(tmp_path, callbacks=[ThroughputMonitor()])
+    with pytest.warns(UserWarning, match=r"no optimizer step \(batches: 8\); .* self\.optimizers\(\)"):
+        trainer.fit(Uncounted(), digits())
+
+
 def test_what_batches_hold() -> None:
     row = {"input_ids": torch.zeros(1, 9), "segment_lengths": [4, 5], "targets": torch.zeros(3)}
     assert count_batch(row) == BatchCounts(2, 9, 9, 3, 3, [4, 5])
@@ -355,6 +381,7 @@ def test_what_batches_hold() -> None:
     assert count_batch(empty) == BatchCounts(0, 0, 0, 0, 0, [])
     assert count_batch({"input_ids": torch.zeros(2, 5)}) == BatchCounts(2, 10, 10, None, 10, [5, 5])
     assert count_batch([torch.zeros(3, 2), torch.zeros(3)]) == BatchCounts(samples=3)
+    assert count_batch({"weight": torch.tensor(0.5), "image": torch.zeros(3, 2)}) == BatchCounts(samples=3)
     assert count_batch("nothing") == BatchCounts()
     ids = torch.zeros(3, 5, dtype=torch.long)
     of_samples = {"input_ids": ids, "labels": torch.zeros(3)}
