@@ -15,9 +15,9 @@ from torch import Tensor
 from lit_callbacks.evaluation.evaluation_side_effects import EvaluatedWeights, EveryNSteps, evaluating, on_all_ranks
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
-from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.step_lines import add_lines, drop_after_step, read_lines
 from lit_callbacks.protocols import MeasuresTextLoss
+from lit_callbacks.run_folder import run_folder
 
 GENERAL_TEXT = Path(__file__).with_name("general_text.txt")
 """Paragraphs of several kinds: enough text to detect forgetting, too little to compare models."""

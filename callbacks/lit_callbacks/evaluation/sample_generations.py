@@ -14,9 +14,9 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.log_text import log_text
 from lit_callbacks.output.quantities import as_count
-from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.step_lines import add_lines, drop_after_step
 from lit_callbacks.protocols import AnswersPrompts, Message, RendersPrompts, tokenizer_of
+from lit_callbacks.run_folder import run_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,8 +21,8 @@ from lit_callbacks.distributed.host_copy import HostCopy
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import lightning_internals
 from lit_callbacks.internals.lightning_internals import attributes_of
-from lit_callbacks.output.run_folder import is_url
 from lit_callbacks.protocols import WritesToFolder
+from lit_callbacks.run_folder import is_url
 
 SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a repeated signal counts as the same one: launchers and schedulers may send it twice."""

@@ -20,9 +20,9 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
 from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize
 from lit_callbacks.output.attempts import Attempts, written
-from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.output.tables import show_table
 from lit_callbacks.protocols import LooksUpTexts, RecordsLosses
+from lit_callbacks.run_folder import run_folder
 
 TEXT_KEPT, TEXT_SHOWN = 500, 60
 """Maximum characters of a sample's text in the summary, and in the table on the terminal."""

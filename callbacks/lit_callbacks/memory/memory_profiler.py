@@ -31,9 +31,9 @@ from lit_callbacks.memory.storage_ledger import (
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.output.quantities import MIB
-from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.peak_memory import host_peak
 from lit_callbacks.phases import Phase, failed_in, unwatch, watch
+from lit_callbacks.run_folder import run_folder
 
 _RARE: tuple[Phase, ...] = ("validation", "checkpoint")
 _BETWEEN: tuple[Phase, ...] = ("other", "data", "callbacks")

@@ -22,7 +22,6 @@ from markupsafe import Markup
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.printable import printable
 from lit_callbacks.output.quantities import as_count, as_time
-from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.peak_memory import device_peak, host_peak
 from lit_callbacks.protocols import tokenizer_of
 from lit_callbacks.report.first_batch import describe_batch, holds_tokens, write_first_batch
@@ -32,6 +31,7 @@ from lit_callbacks.report.report_data import ENVIRONMENT, FIRST_BATCH, LOG_FOLDE
 from lit_callbacks.report.report_plots import draw, sort_into_charts
 from lit_callbacks.report.samples import by_prompt
 from lit_callbacks.report.scored_answers import judge
+from lit_callbacks.run_folder import run_folder
 
 PACKAGES = (
     "torch",

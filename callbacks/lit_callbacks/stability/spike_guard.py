@@ -24,8 +24,8 @@ from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import torch_internals
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
-from lit_callbacks.output.run_folder import run_folder
 from lit_callbacks.protocols import MeasuresGradientNorm, SumsGradientNorm, grad_scaler
+from lit_callbacks.run_folder import run_folder
 
 LEAST_DEVIATION = 0.1
 """Smallest deviation, relative to the median, for runs with almost no noise."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Trainer
 from lit_callbacks import SampleGenerations
-from lit_callbacks.output.run_folder import run_folder
+from lit_callbacks.run_folder import run_folder
 from plain_modules import Digits, digits, make_trainer
 
 
