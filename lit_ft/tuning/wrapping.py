@@ -72,6 +72,7 @@ def add_peft(
         )
     all_linear.check_shared(wrapped, shared)
     all_linear.check_computed(wrapped, peft.peft_type.value)
+    all_linear.check_loaded(wrapped)
     return wrapped.train()
 
 
