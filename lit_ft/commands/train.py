@@ -46,6 +46,7 @@ from lit_ft.export.folder_texts import texts_of
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
+from lit_ft.model.isolation import architectures
 from lit_ft.process import choose_threads_of_ranks, describe_threads, resume_threads, started_at
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
@@ -396,6 +397,7 @@ class TrainingCLI(LightningCLI):
                     resume_threads(saved_value(self.options.ckpt_path, "threads"))
             with without_repetitions():
                 skeleton = self.model.check()
+            architectures.check_precision(self.model.spec.base.config, str(self.trainer.precision))
             self._try_optimizer(skeleton)
             if isinstance(strategy, ChecksModel):
                 strategy.check_model(self.model, skeleton)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import wraps
@@ -35,6 +35,20 @@ def refuses_target(config: PeftConfig, model: PreTrainedModel, last_name: str) -
     except ValueError:  # its only answer
         return True
     return False
+
+
+def names_read_otherwise(config: PeftConfig, model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
+    """Names of layers whose LoRA weights PEFT gives other names when it reads its own files, and so does not load.
+
+    It renames them as transformers renames the weights of a model's files, though they have the model's names already.
+    """
+    import torch
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    keys = {f"base_model.model.{layer}.lora_A.weight": layer for layer in layers}
+    weights = {key: torch.empty(1, 1, device="meta") for key in keys}
+    read = convert_peft_adapter_state_dict_for_transformers(model, config, weights)
+    return [layer for key, layer in keys.items() if key not in read]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
@@ -56,6 +58,19 @@ def is_weight(tensor: Tensor) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Number of changes of a tensor's values in place."""
     return tensor._version
+
+
+def changed_arguments(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Tensors that an operator changes in place, of its arguments."""
+    for place, name in _written(func) if isinstance(func, OpOverload) else ():
+        value = args[place] if place < len(args) else kwargs.get(name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+@cache
+def _written(func: OpOverload) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 # --- attention ---------------------------------------------------------------------------------------

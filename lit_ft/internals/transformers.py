@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 def enable_checkpointing(model: PreTrainedModel, options: Mapping[str, object]) -> None:
     """Recompute the activations of all layers, with options for ``torch.utils.checkpoint``.
 
-    transformers 5.24 has another name for it, and warns of the one before.
+    transformers 5.24 has another name for it, and warns of the one before. It also lets embeddings require a gradient,
+    for reentrant checkpoints, whose inputs must; a model cannot change such embeddings in place (GIT).
     """
     is_new = hasattr(model, "activation_checkpointing_enable")
     enable = model.activation_checkpointing_enable if is_new else model.gradient_checkpointing_enable
     enable(options)
+    model.disable_input_require_grads()
 
 
 def set_checkpointing(layer: nn.Module, options: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from lit_ft.internals.lightning import place_logged_values
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.compiled import layers as compiled_layers
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
+from lit_ft.model.isolation import architectures
 from lit_ft.model.loading import Dtype, Init
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
@@ -188,6 +189,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
     def configure_model(self) -> None:
         """Build the model; Lightning calls it once the strategy is ready."""
         if self.model is None:
+            if self._trainer is not None:
+                architectures.check_precision(self.spec.base.config, str(self._trainer.precision))
             first_batches = partial(batches_for_init, self._trainer, self.init_rows)
             self._packed, self.start = self.spec.build(self.start, self._device_of_run(), first_batches)
             self.model = self._packed.model

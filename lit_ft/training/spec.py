@@ -103,9 +103,18 @@ class TrainingSpec:
         self.tuning.check_base(self.base)
         self._check_liger(device)
         skeleton = self.base.skeleton()
+        self._check_checkpointing(skeleton)
         router_loss.coefficient(skeleton, self.router_aux_loss)
         base = None if self.tuning.given is None else self.fingerprint()
         return self.tuning.wrap_skeleton(skeleton, self.base.added_ids, start, base)
+
+    def _check_checkpointing(self, model: PreTrainedModel) -> None:
+        if self.gradient_checkpointing and not model.supports_gradient_checkpointing:
+            value = str(self.gradient_checkpointing).lower()
+            raise RecipeError(
+                f"model.gradient_checkpointing={value}: transformers does not support it for {type(model).__name__}; "
+                "set it to false"
+            )
 
     def _check_liger(self, device: torch.device | None) -> None:
         if self.liger:
@@ -135,6 +144,7 @@ class TrainingSpec:
         if self.activation_offload and device is not None:
             activation_offload.warn_if_useless(device)
         if self.gradient_checkpointing:
+            self._check_checkpointing(base)
             enable_checkpointing(base, activation_checkpointing.options(self.gradient_checkpointing))
         if self.router_aux_loss is None:
             router_loss.say_what_is_left_out(base)
@@ -145,6 +155,7 @@ class TrainingSpec:
         torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
+        base.disable_input_require_grads()  # which PEFT enables too
         options = self.activation_offload, self.router_aux_loss
         forward = PackedForward(model, *options, compiled=self.compile, pad_rows_to=self.pad_rows_to)
         if self.neftune_alpha is not None:

@@ -204,7 +204,7 @@ class _LoraProducts(torch.autograd.Function):
 
         # The small product first: it is rounded to bfloat16 once more, and a rounding of the sum would cost more.
         # With `out`, selective checkpointing does not keep it, but the sum alone.
-        # Models may change the result in place, which autograd forbids for a view: `out` is none.
+        # Models may change the result in place, which autograd forbids for a view: `out` is none, nor is an unsafe one.
         out = x.new_empty(*x.shape[:-1], outputs)
         out_TO = out.view(-1, outputs)
         if bias_O is None:
@@ -212,7 +212,8 @@ class _LoraProducts(torch.autograd.Function):
         else:
             torch.addmm(bias_O.to(x.dtype), h_TR, scaled_b_OR.T, out=out_TO)
         if keeps_products:
-            return torch.addmm(out_TO, x_TI, weight_OI.T).view(*x.shape[:-1], outputs)
+            total_TO = torch.addmm(out_TO, x_TI, weight_OI.T)
+            return torch.ops.aten._unsafe_view.default(total_TO, out.shape)
         _add_product(out_TO, x_TI, weight_OI.T)
         return out
 

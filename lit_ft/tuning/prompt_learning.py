@@ -27,6 +27,12 @@ _SIZES = ("token_dim", "num_layers", "num_attention_heads", "num_transformer_sub
 """Fields of PEFT's configs that PEFT takes from the model where they are not set."""
 
 
+_HEADS = frozenset({"num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "text_config"})
+"""Names of the number of heads in configs that PEFT knows (peft 0.21)."""
+_READS_IDS = frozenset("deepseek_v4 gemma4 gemma4_text qwen4_exp qwen4_exp_text".split())
+"""Architectures whose layers take embeddings or experts of their own by the tokens' ids (transformers 5.24)."""
+
+
 def check_sizes(peft: PeftConfig) -> None:
     """Refuse sizes of the model in a recipe: PEFT would build virtual tokens of that size, whatever the model's is.
 
@@ -37,6 +43,39 @@ def check_sizes(peft: PeftConfig) -> None:
         given = {name: value for name, value in peft.to_dict().items() if name in _SIZES and value is not None}
         if given:
             raise RecipeError(f"model.peft: {given} are sizes of the model, which are read from it; leave them out")
+
+
+def fit_to(model: PreTrainedModel, peft: PeftConfig) -> None:
+    """Refuse virtual embeddings where a model reads token ids beside embeddings; ``peft`` is changed in place.
+
+    PEFT asks for the number of heads, which it finds under some names only, also where the method has no use for it.
+
+    Raises:
+        RecipeError: the model reads ids.
+    """
+    if (method := str(peft.peft_type.value)) not in EMBEDDINGS:
+        return
+    if model.config.model_type in _READS_IDS:
+        raise RecipeError(
+            f"model.peft: virtual tokens of {method} are embeddings, and {model.config.model_type} reads the ids of "
+            "all tokens again after it has embedded them; take another method, e.g. peft.LoraConfig"
+        )
+    if not _HEADS & model.config.to_dict().keys():
+        peft.num_attention_heads = 1
+
+
+def check_embeddings(model: PeftModel) -> None:
+    """Refuse virtual embeddings for a model in which PEFT finds no embeddings.
+
+    Raises:
+        RecipeError: it finds none.
+    """
+    if method_of(model) in EMBEDDINGS and model.word_embeddings is None:
+        name, method = type(model.get_base_model()).__name__, method_of(model)
+        raise RecipeError(
+            f"model.peft: PEFT finds no embeddings of vocab_size rows in {name}, beside which {method} would put its "
+            "own; take another method, e.g. peft.LoraConfig"
+        )
 
 
 def method_of(model: nn.Module | None) -> str | None:

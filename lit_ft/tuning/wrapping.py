@@ -49,6 +49,7 @@ def add_peft(
     experts.check_target_parameters(model, peft)
     peft = copy.deepcopy(peft)
     peft.task_type = "CAUSAL_LM"
+    prompt_learning.fit_to(model, peft)
     shared = all_linear.shared_layers(model)
     all_linear.leave_out(model, peft, shared)
     experts.resolve_targets(model, peft)
@@ -72,6 +73,8 @@ def add_peft(
         )
     all_linear.check_shared(wrapped, shared)
     all_linear.check_computed(wrapped, peft.peft_type.value)
+    all_linear.check_loaded(wrapped)
+    prompt_learning.check_embeddings(wrapped)
     return wrapped.train()
 
 

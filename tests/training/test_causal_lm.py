@@ -175,6 +175,16 @@ def test_neftune_noise_is_bounded_by_each_samples_length(model_folder: str) -> N
     assert torch.equal(embedding(row["input_ids"]), clean)
 
 
+def test_neftune_is_refused_where_a_model_embeds_more_tokens_than_there_are(tmp_path: Path) -> None:
+    tiny_config("big_bird", pad_token_id=0).save_pretrained(tmp_path)  # fills a sample up to whole blocks
+    make_tokenizer().save_pretrained(tmp_path)
+    module = CausalLM(str(tmp_path), init="random", neftune_alpha=5.0)
+    module.configure_model()
+    ids = np.arange(5, 106)
+    with pytest.raises(RecipeError, match="model.neftune_alpha=5.0: this architecture embeds 104 tokens .* with 101,"):
+        module.train()(pack_samples([(ids, ids)]))
+
+
 def test_neftune_goes_with_a_prefix_which_each_sample_has_alone(model_folder: str) -> None:
     module = CausalLM(model_folder, peft=PrefixTuningConfig(num_virtual_tokens=3), neftune_alpha=5.0)
     module.configure_model()

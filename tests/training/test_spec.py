@@ -1,9 +1,14 @@
 """The spec of what is trained: which modules have one."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig
+from shared_fixtures import make_tokenizer
 from torch import nn
+from transformers import CTRLConfig
 
 from lit_ft import CausalLM, RecipeError
 from lit_ft.model.spec import ModelSpec
@@ -26,6 +31,18 @@ def test_an_unknown_compile_backend_is_refused(model_folder: str) -> None:
     with pytest.raises(RecipeError, match="'inductr' is no mode and no backend of torch.compile; use true or .*eager"):
         CausalLM(model_folder, compile="inductr")
     assert CausalLM(model_folder, compile="aot_eager").spec.compile == "aot_eager"
+
+
+@pytest.mark.parametrize("value", [True, "selective"])
+def test_checkpointing_that_transformers_does_not_support_is_refused(value: Any, tmp_path: Path) -> None:
+    CTRLConfig(vocab_size=400, n_embd=16, dff=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    module = CausalLM(str(tmp_path), init="random", gradient_checkpointing=value)
+    message = f"model.gradient_checkpointing={str(value).lower()}: .* support it for CTRLLMHeadModel; set it to false"
+    with pytest.raises(RecipeError, match=message):
+        module.check()
+    with pytest.raises(RecipeError, match=message):
+        module.configure_model()
 
 
 def test_an_adapter_is_drawn_from_the_seed_whatever_the_base_has_drawn(

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from lit_ft.internals.torch import OpOverload, operators_of_attention
+from lit_ft.model.activations import kept_results
 from lit_ft.model.isolation import lengths
 
 Checkpointing = bool | Literal["selective"]
@@ -43,7 +44,7 @@ def _kept() -> list[OpOverload]:
 
 def _contexts(kept: list[OpOverload]) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Contexts of a layer's first pass and of the second one, in which the packed batch is that of the first."""
-    first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
+    first, again = kept_results.contexts(kept) if kept else (nullcontext(), nullcontext())
     return first, _Again(lengths.current(), again)
 
 

@@ -67,6 +67,14 @@ COMPARED = frozenset(
 )
 """Architectures of which packed batches were found to equal single samples (transformers 5.24), to 1e-5."""
 
+_NOT_MIXED: Mapping[str, str] = {
+    "dbrx": "adds results in half precision to a sum in fp32 in place, which torch refuses",
+}
+_NOT_CAST: Mapping[str, str] = _each(
+    "inkling2_loop_text inkling2_text", "multiplies in fp32 by the weights of its routers, which are cast"
+)
+"""Why an architecture fails where weights are cast, or operators cast for themselves (transformers 5.24)."""
+
 _READS_PADDING = frozenset("axk2 deepseek_v4 git hy_v4 recurrent_gemma rwkv whisper xlstm".split())
 """Architectures whose answers change with padding before a prompt, whatever the attention mask says of it."""
 
@@ -102,4 +110,23 @@ def check(config: PretrainedConfig) -> None:
             f"{name} was not compared: whether its packed batches equal single samples is not known (transformers "
             f"{transformers_version}); look at the leak probe of `python -m lit_ft check`, or set "
             "data.micro_batch_size to 1, data.join_micro_batches to false and data.packing to null"
+        )
+
+
+def check_precision(config: PretrainedConfig, precision: str) -> None:
+    """Refuse a precision in which a model's first step would fail.
+
+    Args:
+        config: config of the model.
+        precision: value of ``trainer.precision``.
+
+    Raises:
+        RecipeError: it would; the message gives the reason.
+    """
+    is_cast = precision in ("bf16-true", "16-true")
+    reasons = _NOT_MIXED if precision.endswith("-mixed") else _NOT_CAST if is_cast else {}
+    if (reason := reasons.get(config.model_type)) is not None:
+        raise RecipeError(
+            f"trainer.precision={precision}: {config.model_type} {reason}; set it to 32-true, with which "
+            "model.dtype=bfloat16 computes in bfloat16 and keeps in fp32 what has to be"
         )

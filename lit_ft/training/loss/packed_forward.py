@@ -6,6 +6,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
@@ -141,6 +142,11 @@ class PackedForward:
             # A prefix is put before one sample at a time. On the host, which would wait for a GPU to repeat by them.
             computed, tokens = current_lengths.current(), output.shape[1]
             lengths = torch.tensor(computed if sum(computed) == tokens else self.segment_lengths)
+            if (total := int(lengths.sum())) != tokens:
+                raise RecipeError(
+                    f"model.neftune_alpha={alpha}: this architecture embeds {tokens} tokens of a batch with {total}, "
+                    "and noise depends on the lengths of samples; leave it out"
+                )
             of_sample = alpha / (lengths * output.shape[-1]).sqrt()  # as the paper has it
             of_token = queued_copy(of_sample.repeat_interleave(lengths), output.device)
             bound = of_token[None, :, None].to(output.dtype)

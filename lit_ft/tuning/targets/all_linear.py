@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
-from lit_ft.internals.peft import all_linear_layers, refuses_target
+from lit_ft.internals.peft import all_linear_layers, names_read_otherwise, refuses_target
 from lit_ft.model.architecture import read_from_outside
 from lit_ft.model.quantization import LinearLayer, linear_modules
 from lit_ft.tuning.targets import unreached
@@ -37,7 +37,7 @@ def leave_out(model: PreTrainedModel, peft: PeftConfig, shared: Mapping[str, str
     if options.get("target_modules") != "all-linear":
         return
     names: list[str] = []
-    for left_out, what in (_unread(model, peft), _unreached(model), _sharing(shared)):
+    for left_out, what in (_unread(model, peft), _unreached(model), _sharing(shared), _lost(model, peft)):
         if left_out:
             rank_zero_info(f"model.peft: all-linear leaves out {what}")
             names += left_out
@@ -110,6 +110,14 @@ def _smaller_than_rank(narrow: Mapping[str, tuple[int, int, int]]) -> str:
     return f"{layers}, whose smaller dimension is below rank {ranks} (LoRA's rank_pattern gives layers their own)"
 
 
+def _lost(model: PreTrainedModel, peft: PeftConfig) -> tuple[list[str], str]:
+    """Names of layers whose adapters PEFT would not load, and what they are."""
+    names = names_read_otherwise(peft, model, linear_modules(model))
+    last = sorted({name.rsplit(".", 1)[-1] for name in names})
+    return names, f"{len(names)} layers ({', '.join(last)}), {_LOST}"
+
+
+_LOST = "whose LoRA weights PEFT renames when it reads an adapter, and would not load (peft 0.21)"
 _WHY = "each would get an adapter of its own, and their one weight can take one change only"
 
 
@@ -164,6 +172,21 @@ def check_computed(model: PeftModel, method: str) -> None:
                 f"model.peft: {type(base).__name__} reads the weight of {name} past an adapter, which would not train; "
                 "leave it out of target_modules, or set them to all-linear, which does"
             )
+
+
+def check_loaded(model: PeftModel) -> None:
+    """Refuse adapters that PEFT would not load from their files.
+
+    Raises:
+        RecipeError: there is such an adapter.
+    """
+    base = model.get_base_model()
+    adapted = [n for n, m in base.named_modules() if isinstance(m, BaseTunerLayer) and not isinstance(m, ParamWrapper)]
+    if lost := names_read_otherwise(model.active_peft_config, base, adapted):
+        raise RecipeError(
+            f"model.peft: {lost[0]} is one of {len(lost)} layers of {type(base).__name__} {_LOST}; leave them out "
+            "(exclude_modules), or set target_modules to all-linear, which does"
+        )
 
 
 def name_layers(model: PreTrainedModel, peft: PeftConfig) -> None:

@@ -1,10 +1,21 @@
 """What ``target_modules: all-linear`` reaches in models that share weights, or read some without an adapter."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoHaConfig, LoraConfig, PeftConfig, RandLoraConfig, VeraConfig
+from peft import (
+    AdaLoraConfig,
+    LoHaConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    RandLoraConfig,
+    VeraConfig,
+    get_peft_model_state_dict,
+)
 from peft.tuners.lora import LoraLayer
 from peft.tuners.vera.layer import VeraLayer
 from transformers import AutoModelForCausalLM
@@ -76,6 +87,32 @@ def test_adapters_that_a_model_would_not_compute_are_refused(name: str, layer: s
         RecipeError, match=f"reads the weight of model.*{layer} past an adapter, .* set them to all-lin"
     ):
         add_peft(model, LoraConfig(r=2, target_modules=["q_proj", layer]))
+
+
+LOST = {"laguna": "mlp.shared_experts.down_proj", "inkling2_text": "self_attn.k_proj.sconv.weight_proj"}
+
+
+@pytest.mark.parametrize("architecture", LOST)
+def test_all_linear_leaves_out_what_peft_would_not_load(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture))
+    wrapped = add_peft(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    name = LOST[architecture].rsplit(".", 1)[-1]
+    assert re.search(rf"all-linear leaves out \d+ layers \(.*{name}.*\), whose LoRA weights PEFT renames", caplog.text)
+    wrapped.save_pretrained(tmp_path)
+    read = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(model.config), str(tmp_path))
+    weights = get_peft_model_state_dict(read)
+    assert all(torch.equal(weights[name], one) for name, one in get_peft_model_state_dict(wrapped).items())
+
+
+@pytest.mark.parametrize("architecture", LOST)
+def test_adapters_that_peft_would_not_load_are_refused(architecture: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture))
+    layers = rf"{LOST[architecture]} is one of \d+ layers of {type(model).__name__} whose LoRA weights PEFT renames"
+    with pytest.raises(RecipeError, match=rf"model.peft: \S*{layers} .*; leave them out \(exclude_modules\), or set"):
+        add_peft(model, LoraConfig(r=2, target_modules=[LOST[architecture]]))
 
 
 def test_other_models_keep_all_linear_layers() -> None:
