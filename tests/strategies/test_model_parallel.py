@@ -934,13 +934,18 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
         (
             "gemma4_text",
             ["tensor_parallel_size=2", "sequence_parallel=true"],
-            "gives each layer more than those (embed_tokens_per_layer, per_layer_model_projection, per_layer_proj",
+            "has more beside them (embed_tokens_per_layer, per_layer_model_projection, per_layer_proj",
         ),
         ("glm_moe_dsa", ["pipeline_parallel_size=2"], "than the hidden states of the one before (prev_topk_indices)"),
         (
             "qwen4_exp_text",
             ["tensor_parallel_size=2", "sequence_parallel=true"],
-            "gives each layer more than those (ple_input_ids)",
+            "has more beside them (ple_input_ids)",
+        ),
+        (
+            "zaya",
+            ["tensor_parallel_size=2", "sequence_parallel=true"],
+            "(input_hidden_states_bias, input_hidden_states_sc",
         ),
         (
             "gemma3n_text",

@@ -117,8 +117,8 @@ class ParallelDims:
             tensor_plan.check(base, sizes.tensor, self.tp_plan)
             if self.sequence_parallel and (beside := _weights_beside_layers(base) + _arguments(base, _OF_ALL_TOKENS)):
                 raise RecipeError(
-                    f"sequence_parallel=true splits hidden states along the sequence, and {type(base).__name__} gives "
-                    f"each layer more than those ({', '.join(beside)}); set it to false"
+                    "sequence_parallel=true splits the hidden states that go from layer to layer, and "
+                    f"{type(base).__name__} has more beside them ({', '.join(beside)}); set it to false"
                 )
         if self.expert_parallel_size > 1:
             self._check_experts(sizes, base)
@@ -265,11 +265,17 @@ def _plans_stages(base: PreTrainedModel) -> bool:
 
 
 def _weights_beside_layers(base: PreTrainedModel) -> list[str]:
-    """Parts of a decoder with weights that its plan for a pipeline does not name: their outputs go to each layer."""
-    if not _plans_stages(base):
-        return []
-    planned = {name.rpartition(".")[2] for name in base.pp_plan or ()}
-    return sorted({name.partition(".")[0] for name, _ in decoder_of(base).named_parameters()} - planned)
+    """Parts of a decoder with weights that its plan for a pipeline does not name: their outputs go to each layer.
+
+    Without a plan, those that its class makes before the layers, other than the embedding.
+    """
+    decoder = decoder_of(base)
+    names = list(dict.fromkeys(name.partition(".")[0] for name, _ in decoder.named_parameters()))
+    if _plans_stages(base):
+        planned = {name.rpartition(".")[2] for name in base.pp_plan or ()}
+        return sorted(set(names) - planned)
+    before = names[: names.index("layers")] if "layers" in names else []
+    return sorted(name for name in before if getattr(decoder, name) is not base.get_input_embeddings())
 
 
 _OF_LAYER_BEFORE = frozenset({"prev_topk_indices"})
