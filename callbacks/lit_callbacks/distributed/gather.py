@@ -33,6 +33,12 @@ def is_zero3(tensor: Tensor) -> TypeGuard[Zero3Parameter]:
     return hasattr(tensor, "ds_id")
 
 
+def part_of_zero3(tensor: Zero3Parameter) -> Tensor:
+    """This rank's part, ``(elements,)``, without what DeepSpeed appends to make all as long, which has no values."""
+    part = tensor.ds_tensor
+    return part[: max(0, tensor.ds_numel - part.numel() * tensor.ds_zero_partition_rank)]
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Full value of a tensor that may be sharded (FSDP2 and tensor parallelism by ``DTensor``, ZeRO-3 by DeepSpeed).
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lit_callbacks.answering_weights import weights_that_answer
-from lit_callbacks.distributed.gather import reshard
+from lit_callbacks.distributed.gather import is_zero3, part_of_zero3, reshard
 from lit_callbacks.internals import torch_internals
 
 _Result = TypeVar("_Result")
@@ -111,7 +111,13 @@ class EvaluatedWeights:
 def _local_norms(module: LightningModule) -> Tensor:
     """Norm of this rank's part of each trainable weight, ``(weights,)``, fp32; 0 where it is not a number."""
     reshard(module)
-    weights = [p.detach() for p in module.parameters() if p.requires_grad and not is_lazy(p)]
-    parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    weights = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
+    parts = [_part(weight).detach() for weight in weights]
     norms = [norm.float() for norm in torch_internals.norms(parts)] if parts else []
     return torch.stack([norm.to(norms[0].device) for norm in norms]).nan_to_num() if norms else torch.zeros(0)
+
+
+def _part(weight: Tensor) -> Tensor:
+    if is_zero3(weight):
+        return part_of_zero3(weight)
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.strategies import Strategy
-from lit_callbacks.distributed.gather import Zero3Parameter, is_zero3
+from lit_callbacks.distributed.gather import is_zero3, part_of_zero3
 from torch import Tensor, nn
 
 from lit_ft.errors import RecipeError
@@ -93,16 +93,10 @@ def _numbers_of(tensor: Tensor) -> Iterator[Tensor]:
     scales = [tensor.SCB if isinstance(tensor, _In8Bits) else None]
     if state is not None:
         scales += [state.absmax, state.offset, None if state.state2 is None else state.state2.absmax]
-    part = (_part_of_zero3(tensor) if is_zero3(tensor) else local(tensor)).detach()
+    part = (part_of_zero3(tensor) if is_zero3(tensor) else local(tensor)).detach()
     inner = part.__tensor_flatten__()[0] if hasattr(part, "__tensor_flatten__") else []  # torchao's
     parts = [] if state is not None else [getattr(part, name) for name in inner] or [part]
     yield from (one for one in [*parts, *scales] if isinstance(one, Tensor) and one.is_floating_point())
-
-
-def _part_of_zero3(tensor: Zero3Parameter) -> Tensor:
-    """This rank's part, without what DeepSpeed appends to make all parts as long, which has no values."""
-    part = tensor.ds_tensor
-    return part[: max(0, tensor.ds_numel - part.numel() * tensor.ds_zero_partition_rank)]
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -62,7 +62,7 @@ def assert_same(found: Passes, wanted: Passes) -> None:
     ("lora", "checkpointing", "backend", "chosen", "graphs"),
     [
         (True, False, "eager", ROWS, 4),  # the first layer's inputs need no gradients, the others' do
-        (True, True, "eager", ROWS[::2], 1),  # rows of several samples
+        (True, True, "eager", ROWS[::2], 2),  # rows of several samples
         (False, True, "eager", ROWS[:2], 2),
         (False, "selective", "aot_eager", ROWS[::2], 1),
     ],
