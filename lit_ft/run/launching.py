@@ -121,13 +121,15 @@ def from_rank_zero(choose: Callable[[], str], num_nodes: int, timeout: timedelta
     _stores.append(store)
     key = f"lit_ft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_exchanges)}"
     if rank == 0:
-        store.set(key, choose())
+        value = choose()
+        store.set(key, value)
         # If rank 0 ended before the others have read the value, its store would end too.
         _wait_for(store, [f"{key}/{other}" for other in range(1, world)], timeout)
     else:
         _wait_for(store, [key], timeout)
+        value = bytes(store.get(key)).decode()
         store.set(f"{key}/{rank}", "read")
-    return bytes(store.get(key)).decode()
+    return value
 
 
 def meet(num_nodes: int, timeout: timedelta) -> None:
