@@ -19,6 +19,15 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "dtype": "float32",
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+"""Sizes of multi-head latent attention."""
 WINDOW = {"head_dim": 12, "sliding_window": 16}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -59,12 +68,7 @@ MORE_EXPERTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_group": 2,
         "topk_group": 2,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
+        **LATENT,
     },
 }
 """Mixture-of-experts models that only the tests of experts build."""
@@ -78,14 +82,7 @@ OTHER_MIXERS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
-    "minicpm3": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
-    },
+    "minicpm3": LATENT,
 }
 """Models in which some layers have Mamba, a gated delta net or multi-head latent attention."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -22,7 +22,7 @@ from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.quantization import is_quantized
 from lit_ft.protocols import SplitsForward
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan
-from lit_ft.training.spec import spec_of
+from lit_ft.training.spec import TrainingSpec, spec_of
 from lit_ft.tuning import compatibility, expert_lora
 
 Size = int | Literal["auto"]
@@ -108,18 +108,7 @@ class ParallelDims:
             if spec is not None and getattr(sizes, name) > 1:
                 spec.base.check_shards(f"{name}_parallel_size={getattr(sizes, name)}")
         if sizes.tensor > 1:
-            # The skeleton always has dense weights; the module knows whether quantized ones will be read.
-            if (spec is not None and spec.base.is_quantized) or is_quantized(base):
-                raise RecipeError(
-                    f"tensor_parallel_size={sizes.tensor} cannot shard the packed weights of a quantized base; leave "
-                    "quantization out, or use pipeline_parallel_size and data_parallel_size"
-                )
-            tensor_plan.check(base, sizes.tensor, self.tp_plan)
-            if self.sequence_parallel and (beside := _weights_beside_layers(base) + _arguments(base, _OF_ALL_TOKENS)):
-                raise RecipeError(
-                    "sequence_parallel=true splits the hidden states that go from layer to layer, and "
-                    f"{type(base).__name__} has more beside them ({', '.join(beside)}); set it to false"
-                )
+            self._check_tensor(sizes.tensor, spec, base)
         if self.expert_parallel_size > 1:
             self._check_experts(sizes, base)
             if spec is not None and not spec.fused_lora and expert_lora.outer_wrappers(base):
@@ -145,6 +134,20 @@ class ParallelDims:
             if self.schedule in pipeline_parallel.ZERO_BUBBLE:
                 self._check_zero_bubble(None if spec is None else spec.gradient_checkpointing)
             self._check_stages(sizes, base)
+
+    def _check_tensor(self, size: int, spec: TrainingSpec | None, base: PreTrainedModel) -> None:
+        # The skeleton always has dense weights; the module knows whether quantized ones will be read.
+        if (spec is not None and spec.base.is_quantized) or is_quantized(base):
+            raise RecipeError(
+                f"tensor_parallel_size={size} cannot shard the packed weights of a quantized base; leave "
+                "quantization out, or use pipeline_parallel_size and data_parallel_size"
+            )
+        tensor_plan.check(base, size, self.tp_plan)
+        if self.sequence_parallel and (beside := _weights_beside_layers(base) + _arguments(base, _OF_ALL_TOKENS)):
+            raise RecipeError(
+                "sequence_parallel=true splits the hidden states that go from layer to layer, and "
+                f"{type(base).__name__} has more beside them ({', '.join(beside)}); set it to false"
+            )
 
     def _check_zero_bubble(self, checkpointing: Checkpointing | None) -> None:
         if not torch_internals.HAS_ZERO_BUBBLE:
