@@ -23,8 +23,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, RankFailureWatchdog, RunReport, ThroughputMonitor
 from lit_callbacks.export.atomic_folder import check_replaceable
 from lit_callbacks.internals.lightning_internals import attributes_of
-from lit_callbacks.protocols import tokenizer_of
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -34,24 +32,15 @@ from lit_ft.checkpointing.selection import resumed_step
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.checkpoint_io import (
     AnyCheckpointIO,
-    check_fit,
-    saved_shapes,
-    saved_value,
-    trainable_shapes,
 )
-from lit_ft.data.text_data import TextDataModule
+from lit_ft.commands.first_checks import FirstChecks
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
-from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.export.folder_texts import texts_of
-from lit_ft.model.config.positions import check_positions
-from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
-from lit_ft.model.isolation import architectures
-from lit_ft.process import choose_threads_of_ranks, describe_threads, resume_threads, started_at
-from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
+from lit_ft.process import choose_threads_of_ranks, describe_threads, started_at
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
-from lit_ft.recipe.callback_checks import FirstValidationCheck, check_callbacks, check_schedule
-from lit_ft.recipe.checks import allow_one_loader, check_something_runs, check_values
+from lit_ft.recipe.callback_checks import FirstValidationCheck
+from lit_ft.recipe.checks import check_something_runs, check_values
 from lit_ft.recipe.files import check_files, expand_home, read_pipes
 from lit_ft.recipe.option_parser import in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
@@ -64,21 +53,15 @@ from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import check_world_size, is_rank_zero, starts_ranks
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.progress import RunProgressBar
-from lit_ft.run.repeated_lines import without_repetitions
 from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
 from lit_ft.training.loggers import beside_defaults, log_recipe, placed
-from lit_ft.training.optimizers.configure import check_total_steps, configure_optimizers, try_out
-from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
-from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
-from lit_ft.tuning.compatibility import check_situation
+from lit_ft.training.optimizers.configure import configure_optimizers
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
 """Exceptions that classes of a recipe raise for bad arguments."""
-HASHED_BASE_BYTES = 16 * 2**30
-"""Largest base model, in bytes, whose SHA-256 sums are compared before loading: some seconds, four files at a time."""
 
 
 def run(arguments: list[str]) -> None:
@@ -383,91 +366,9 @@ class TrainingCLI(LightningCLI):
             )
 
     def _check(self, stage: str) -> None:
-        strategy: object = self.trainer.strategy
-        if stage == "fit" and isinstance(self.model, CausalLM):
-            check_lightning_strategy(type(self.trainer.strategy))
-            check_lightning_callbacks(self._given_callbacks(), self.trainer.strategy)
-        if isinstance(strategy, ChecksRecipe):
-            strategy.check(self.trainer, self.model, self.datamodule)
-        if isinstance(self.model, CausalLM):
-            self._check_base(self.model)
-            if self.options.ckpt_path is not None:
-                self.model.start = saved_value(self.options.ckpt_path, "adapter_start")
-                if stage == "fit" and self.trainer.world_size == 1:
-                    resume_threads(saved_value(self.options.ckpt_path, "threads"))
-            with without_repetitions():
-                skeleton = self.model.check()
-            architectures.check_precision(self.model.spec.base.config, str(self.trainer.precision))
-            self._try_optimizer(skeleton)
-            if isinstance(strategy, ChecksModel):
-                strategy.check_model(self.model, skeleton)
-            if self.options.ckpt_path is not None:
-                shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
-                check_fit(saved_shapes(self.options.ckpt_path), shapes)
-                base = saved_value(self.options.ckpt_path, "base")
-                check_same_base(base, self.model.base_fingerprint, "the checkpoint")
-            if self.options.get("merge"):
-                check_situation(self.model.spec.tuning.peft, "merge", "merge=true")
-            if self.options.get("merge") and self.model.spec.base.is_quantized:
-                raise RecipeError(
-                    "merge=true, but the base is quantized, and merging into it has a price that is yours to choose; "
-                    "leave merge out, and after training: python -m lit_ft export --run RUN --merge --quantized-base "
-                    "dequantize (or keep)"
-                )
-            if stage == "fit":
-                # Of the recipe, not of the trainer: check builds a trainer without callbacks.
-                data, limit = self.datamodule, self.options.trainer.limit_val_batches
-                has_data = data.splits.validates if isinstance(data, TextDataModule) else True
-                check_callbacks(self._given_callbacks(), validates := bool(has_data and limit != 0))
-                check_schedule(self.schedule, validates)
-                check_total_steps(self.schedule, self.trainer)
-            allow_one_loader(self.datamodule)
-        if isinstance(self.datamodule, TextDataModule):
-            self._check_positions("data.max_length", self.datamodule.requested_length)
-            self.datamodule.load(tokenizer_of(self.model), stage)
-            self._check_positions("the longest sample", self.datamodule.splits.longest_sample)
-            if stage == "predict" and isinstance(self.model, CausalLM):
-                base, longest = self.model.spec.base, self.model.max_new_tokens
-                name = f"model.pretrained={base.pretrained!r}"
-                predictions.check_prompts(
-                    self.datamodule.questions or [], tokenizer_of(self.model), base.config, longest, name
-                )
-            if stage == "fit" and self.options.ckpt_path is not None:
-                self.datamodule.resume_data = self.options.resume_data
-                data_state = saved_value(self.options.ckpt_path, type(self.datamodule).__qualname__)
-                self.datamodule.check_order(data_state or {})
-
-    @staticmethod
-    def _check_base(model: CausalLM) -> None:
-        """Compare a base model and a given adapter that ``export`` or ``merge`` has written with their manifests.
-
-        Sizes are compared on all ranks; SHA-256 sums on rank 0, of folders up to ``HASHED_BASE_BYTES``. Loading then
-        reads the same bytes from the file cache of the operating system.
-        """
-        folder = Path((base := model.spec.base).pretrained).expanduser()
-        if base.init == "pretrained" and folder.is_dir():
-            check_unchanged(folder, HASHED_BASE_BYTES if is_rank_zero() else 0)
-        if (given := model.spec.tuning.given) is not None:
-            check_unchanged(given)
-
-    def _check_positions(self, what: str, length: int | None) -> None:
-        if isinstance(self.model, CausalLM):
-            base = self.model.spec.base
-            check_positions(base.config, length, what, f"model.pretrained={base.pretrained!r}")
-
-    def _try_optimizer(self, skeleton: nn.Module) -> None:
-        """Build optimizer and schedule for a few small parameters, so that bad arguments fail before weights load."""
-        optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
-        if optimizer is None or self.subcommand != "fit":
-            return
-        with explained("optimizer", "fix its init_args"):
-            built = try_out(optimizer, skeleton, takes_step=self.trainer.strategy.root_device.type == "cpu")
-        strategy: object = self.trainer.strategy
-        if isinstance(strategy, ChecksOptimizer):
-            strategy.check_optimizer(built)
-        if lr_scheduler is not None:
-            with explained("lr_scheduler", "fix its init_args"):
-                self.schedule = lr_scheduler(built)
+        chosen = self.options_init("optimizer"), self.options_init("lr_scheduler")
+        checks = FirstChecks(stage, self.options, self.trainer, self.datamodule, self._given_callbacks(), *chosen)
+        self.schedule = checks.run(self.model)
 
     def predict(self, **kwargs: Any) -> None:
         """Answer questions, and write the answers to a new file: ``out``, or one in the run folder."""

@@ -45,6 +45,7 @@ def test_pages_in_chinese() -> None:
         "README.zh-CN.md",
         "data.zh-CN.md",
         "methods.zh-CN.md",
+        "migration.zh-CN.md",
         "strategies.zh-CN.md",
     ]
 

@@ -1,0 +1,170 @@
+"""Checks of a built run before weights are loaded: strategy, model, optimizer, callbacks and data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jsonargparse import Namespace
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from lit_callbacks.protocols import tokenizer_of
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_ft.checkpointing.storage.checkpoint_io import check_fit, saved_shapes, saved_value, trainable_shapes
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.errors import RecipeError, explained
+from lit_ft.export.adapter_folders import check_unchanged
+from lit_ft.model.config.positions import check_positions
+from lit_ft.model.files.fingerprint import check_same_base
+from lit_ft.model.isolation import architectures
+from lit_ft.process import resume_threads
+from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
+from lit_ft.recipe.callback_checks import check_callbacks, check_schedule
+from lit_ft.recipe.checks import allow_one_loader
+from lit_ft.run import predictions
+from lit_ft.run.launching import is_rank_zero
+from lit_ft.run.repeated_lines import without_repetitions
+from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.optimizers.configure import check_total_steps, try_out
+from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
+from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
+from lit_ft.tuning.compatibility import check_situation
+
+HASHED_BASE_BYTES = 16 * 2**30
+"""Largest base model, in bytes, whose SHA-256 sums are compared before loading: some seconds, four files at a time."""
+
+Schedule = LRScheduler | ReduceLROnPlateau
+
+
+@dataclass(frozen=True)
+class FirstChecks:
+    """What is known of a run before its weights are loaded."""
+
+    stage: str
+    """``fit``, ``validate``, ``test`` or ``predict``."""
+    options: Namespace
+    """The recipe. Where it differs from the trainer, it is what the run will do: ``check`` builds a bare trainer."""
+    trainer: Trainer
+    data: LightningDataModule | None
+    callbacks: list[Callback]
+    """Callbacks of the recipe, without lit_ft's own."""
+    optimizer: OptimizerCallable | None
+    lr_scheduler: LRSchedulerCallable | None
+
+    def run(self, model: LightningModule) -> Schedule | None:
+        """Make all checks, and load the data; returns the schedule of an optimizer of small tensors.
+
+        Raises:
+            RecipeError: parts of the recipe do not fit each other, the data, the base model or the checkpoint.
+        """
+        is_fit, strategy, schedule = self.stage == "fit", self._strategy, None
+        if is_fit and isinstance(model, CausalLM):
+            check_lightning_strategy(type(strategy))
+            check_lightning_callbacks(self.callbacks, self.trainer.strategy)
+        if isinstance(strategy, ChecksRecipe):
+            strategy.check(self.trainer, model, self.data)
+        if isinstance(model, CausalLM):
+            skeleton = self._check_model(model)
+            if self.options.get("merge"):
+                _check_merge(model)
+            if is_fit:
+                schedule = self._try_optimizer(skeleton)
+                self._check_steps(schedule)
+            allow_one_loader(self.data)
+        if isinstance(self.data, TextDataModule):
+            self._check_data(self.data, model)
+        return schedule
+
+    @property
+    def _strategy(self) -> object:
+        return self.trainer.strategy
+
+    @property
+    def _checkpoint(self) -> str | None:
+        return self.options.ckpt_path
+
+    def _check_model(self, model: CausalLM) -> nn.Module:
+        """Check the model, and the checkpoint that its weights come from; returns the model on the meta device."""
+        _check_folders(model)
+        if self._checkpoint is not None:
+            model.start = saved_value(self._checkpoint, "adapter_start")
+            if self.stage == "fit" and self.trainer.world_size == 1:
+                resume_threads(saved_value(self._checkpoint, "threads"))
+        with without_repetitions():
+            skeleton = model.check()
+        architectures.check_precision(model.spec.base.config, str(self.trainer.precision))
+        strategy = self._strategy
+        if isinstance(strategy, ChecksModel):
+            strategy.check_model(model, skeleton)
+        if self._checkpoint is not None:
+            shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
+            check_fit(saved_shapes(self._checkpoint), shapes)
+            check_same_base(saved_value(self._checkpoint, "base"), model.base_fingerprint, "the checkpoint")
+        return skeleton
+
+    def _try_optimizer(self, skeleton: nn.Module) -> Schedule | None:
+        """Build optimizer and schedule for a few small parameters, so that bad arguments fail before weights load."""
+        if self.optimizer is None:
+            return None
+        with explained("optimizer", "fix its init_args"):
+            built = try_out(self.optimizer, skeleton, takes_step=self.trainer.strategy.root_device.type == "cpu")
+        strategy = self._strategy
+        if isinstance(strategy, ChecksOptimizer):
+            strategy.check_optimizer(built)
+        if self.lr_scheduler is None:
+            return None
+        with explained("lr_scheduler", "fix its init_args"):
+            return self.lr_scheduler(built)
+
+    def _check_steps(self, schedule: Schedule | None) -> None:
+        """Check that callbacks and schedule get the validations and the steps that they wait for."""
+        has_data = self.data.splits.validates if isinstance(self.data, TextDataModule) else True
+        validates = bool(has_data and self.options.trainer.limit_val_batches != 0)
+        check_callbacks(self.callbacks, validates)
+        check_schedule(schedule, validates)
+        check_total_steps(schedule, self.trainer)
+
+    def _check_data(self, data: TextDataModule, model: LightningModule) -> None:
+        """Load the data; check its lengths, and its order where a run goes on in it."""
+        if isinstance(model, CausalLM):
+            _check_positions(model, "data.max_length", data.requested_length)
+        data.load(tokenizer_of(model), self.stage)
+        if isinstance(model, CausalLM):
+            _check_positions(model, "the longest sample", data.splits.longest_sample)
+            if self.stage == "predict":
+                config, longest = model.spec.base.config, model.max_new_tokens
+                predictions.check_prompts(data.questions or [], model.tokenizer, config, longest, _name(model))
+        if self.stage == "fit" and self._checkpoint is not None:
+            data.resume_data = self.options.resume_data
+            data.check_order(saved_value(self._checkpoint, type(data).__qualname__) or {})
+
+
+def _name(model: CausalLM) -> str:
+    return f"model.pretrained={model.spec.base.pretrained!r}"
+
+
+def _check_positions(model: CausalLM, what: str, length: int | None) -> None:
+    check_positions(model.spec.base.config, length, what, _name(model))
+
+
+def _check_folders(model: CausalLM) -> None:
+    """Compare a base model and a given adapter that ``export`` or ``merge`` has written with their manifests.
+
+    Sizes are compared on all ranks; SHA-256 sums on rank 0, of folders up to ``HASHED_BASE_BYTES``. Loading then
+    reads the same bytes from the file cache of the operating system.
+    """
+    folder = Path((base := model.spec.base).pretrained).expanduser()
+    if base.init == "pretrained" and folder.is_dir():
+        check_unchanged(folder, HASHED_BASE_BYTES if is_rank_zero() else 0)
+    if (given := model.spec.tuning.given) is not None:
+        check_unchanged(given)
+
+
+def _check_merge(model: CausalLM) -> None:
+    check_situation(model.spec.tuning.peft, "merge", "merge=true")
+    if model.spec.base.is_quantized:
+        raise RecipeError(
+            "merge=true, but the base is quantized, and merging into it has a price that is yours to choose; "
+            "leave merge out, and after training: python -m lit_ft export --run RUN --merge --quantized-base "
+            "dequantize (or keep)"
+        )
