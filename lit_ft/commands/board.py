@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lit_ft.commands.inference.keys import given_key
-from lit_ft.commands.listening import LOOPBACK, address_of, listening
+from lit_ft.commands.inference.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.run.folder import RUNS

@@ -45,7 +45,7 @@ class FirstChecks:
     options: Namespace
     """The recipe. Where it differs from the trainer, it is what the run will do: ``check`` builds a bare trainer."""
     trainer: Trainer
-    data: LightningDataModule | None
+    data: LightningDataModule
     callbacks: list[Callback]
     """Callbacks of the recipe, without lit_ft's own."""
     optimizer: OptimizerCallable | None
@@ -59,7 +59,7 @@ class FirstChecks:
         """
         is_fit, strategy, schedule = self.stage == "fit", self._strategy, None
         if is_fit and isinstance(model, CausalLM):
-            check_lightning_strategy(type(strategy))
+            check_lightning_strategy(type(self.trainer.strategy))
             check_lightning_callbacks(self.callbacks, self.trainer.strategy)
         if isinstance(strategy, ChecksRecipe):
             strategy.check(self.trainer, model, self.data)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lit_callbacks.output.quantities import as_count
 
 from lit_ft.commands.inference.keys import API_KEY, given_key
-from lit_ft.commands.listening import LOOPBACK, address_of, listening
+from lit_ft.commands.inference.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
 from lit_ft.inference.continuous_batching import Engine, batching_obstacle, cache_tokens_in, start_engine
 from lit_ft.inference.opening import BASE, OpenedModel, open_together
