@@ -4,7 +4,7 @@ import os
 import pickle
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import IO, Any
 
 import pytest
@@ -82,6 +82,16 @@ def test_an_index_that_an_early_python_311_wrote_is_read(checkpoint: Path) -> No
         ByGetattr(file, attribute="__init__").dump(metadata)
     with pytest.raises(RecipeError, match=r"names code that no checkpoint needs \(getattr of .*, '__init__'\)"):
         sharded.read_full(checkpoint)
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_an_index_of_another_python_is_read(checkpoint: Path, module: str) -> None:
+    """3.13 names the class of paths in another module than those before and after it."""
+    metadata = index_of(checkpoint)
+    written, ours = pickle.dumps(metadata, protocol=3), f"c{PosixPath.__module__}\nPosixPath\n".encode()
+    assert ours in written
+    (checkpoint / ".metadata").write_bytes(written.replace(ours, f"c{module}\nPosixPath\n".encode()))
+    assert SafeFileSystemReader(checkpoint).read_metadata().state_dict_metadata == metadata.state_dict_metadata
 
 
 def test_an_index_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:

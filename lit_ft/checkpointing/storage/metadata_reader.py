@@ -31,6 +31,8 @@ _CLASSES = {
     "torch.serialization": {"_get_layout"},
 }
 """Classes that an index may contain, besides dtypes and shapes."""
+_PATHLIB = ("pathlib", "pathlib._local")
+"""Modules of ``PosixPath``: the second is that of Python 3.13."""
 
 
 class SafeFileSystemReader(FileSystemReader):
@@ -78,7 +80,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._classes = classes
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) == ("pathlib", "PosixPath"):
+        if module in _PATHLIB and name == "PosixPath":
             return posixpath.join  # the path becomes a plain string: a class could be modified by the pickle
         if (module, name) == ("builtins", "getattr"):
             return _member

@@ -458,7 +458,7 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow
                     row = BadRow(f"has {len(cells)} cells under {len(columns)} columns; quote cells that hold {sign}")
                 yield f"{file}:{reader.line_num}", row
         except csv.Error as error:
-            if "universal-newline" in str(error):  # a CR within a cell, which is one line to all others
+            if "new-line character" in str(error):  # a CR within a cell, which is one line to all others
                 raise RecipeError(f"{file}: its lines end with CR alone; save it with LF or CR and LF") from error
             raise RecipeError(f"{file}:{max(reader.line_num, 1)}: is not CSV ({error}); fix the quotes") from error
 

@@ -24,7 +24,8 @@ class Unread:
 
 IGNORED = (
     *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype"),
-    *("numpy.dtypes.UInt32DType", "_io.BytesIO", "signal.Signals", "pathlib.PosixPath", "types.SimpleNamespace"),
+    *("numpy.dtypes.UInt32DType", "_io.BytesIO", "signal.Signals", "types.SimpleNamespace"),
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # the second is that of Python 3.13
     "megatron.core.enums.ModelType",
     "megatron.core.optimizer.OptimizerConfig",
     "megatron.core.optimizer.optimizer_config.OptimizerConfig",
