@@ -57,7 +57,7 @@ from lit_ft.recipe.option_parser import in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.recipe.run_options import add_predict_options, add_run_options
-from lit_ft.recipe.trainer_checks import check_ranks, check_strategy, explained_trainer
+from lit_ft.recipe.trainer_checks import check_plugins, check_ranks, check_strategy, explained_trainer
 from lit_ft.run import choice, predictions
 from lit_ft.run.choice import RunChoice
 from lit_ft.run.folder import RunFolder
@@ -290,6 +290,7 @@ class TrainingCLI(LightningCLI):
             else [*_missing([RankFailureWatchdog(), GracefulStop()], callbacks), *callbacks]
         )
         plugins = given.plugins if isinstance(given.plugins, list) else [given.plugins] if given.plugins else []
+        check_plugins(plugins)
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins = [*plugins, AnyCheckpointIO()]
         kwargs["plugins"] = plugins
