@@ -327,7 +327,7 @@ def _how_to_resume(checkpoint: Path) -> str:
     if not config.is_file():
         return f"resume with the same command and --ckpt_path {checkpoint}"
     if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_NTASKS" in os.environ:  # a launcher starts the processes
-        return f"resume with the same command and --run_dir {shlex.quote(str(config.parent))} --ckpt_path last"
+        return f"resume with the same command and --run_dir {shlex.quote(str(config.parent))} --resume auto"
     return f"resume with: python -m lit_ft fit --config {shlex.quote(str(config))} --ckpt_path last{as_options()}"
 
 

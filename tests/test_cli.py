@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from command_line import recipe, run
+from lit_callbacks.lifecycle.graceful_stop import StopRequested
 from shared_fixtures import make_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -436,3 +437,13 @@ def test_a_signal_that_comes_during_a_fork_ends_the_new_process() -> None:
                 os._exit(0)
             os.kill(process, signal.SIGTERM)  # before or after Python has set up the process
             assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_job_that_was_stopped_is_resumed_as_its_script_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    with pytest.raises(SystemExit, match="143"):
+        cli._report(StopRequested(signal.SIGTERM, str(tmp_path / "checkpoints" / "last.ckpt")))
+    assert f"with the same command and --run_dir {tmp_path} --resume auto\n" in capsys.readouterr().err

@@ -46,7 +46,7 @@ from lit_ft.recipe.option_parser import in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.recipe.run_options import add_predict_options, add_run_options
-from lit_ft.recipe.trainer_checks import check_ranks, check_strategy, explained_trainer
+from lit_ft.recipe.trainer_checks import check_plugins, check_ranks, check_strategy, explained_trainer
 from lit_ft.run import choice, predictions
 from lit_ft.run.choice import RunChoice
 from lit_ft.run.folder import RunFolder
@@ -262,8 +262,7 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer so that all its output is in the run folder."""
         folder, given = self.run_folder, self.options_init("trainer")
-        # An average of weights first: the others measure and write it at the end.
-        callbacks = sorted(self._given_callbacks(), key=lambda one: not isinstance(one, WeightAveraging))
+        callbacks = self._given_callbacks()
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = os.path.realpath(folder.checkpoints)  # as ModelCheckpoint spells it
@@ -273,6 +272,7 @@ class TrainingCLI(LightningCLI):
             else [*_missing([RankFailureWatchdog(), GracefulStop()], callbacks), *callbacks]
         )
         plugins = given.plugins if isinstance(given.plugins, list) else [given.plugins] if given.plugins else []
+        check_plugins(plugins)
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins = [*plugins, AnyCheckpointIO()]
         kwargs["plugins"] = plugins
@@ -309,15 +309,17 @@ class TrainingCLI(LightningCLI):
     def _with_defaults(self, given: list[Callback]) -> list[Callback]:
         """Callbacks of the recipe between lit_ft's defaults; one of the recipe replaces the default of its class."""
         folder = self.run_folder
+        # An average before all that saves, measures and writes it, and after what is checked without weights.
+        averages = [one for one in given if isinstance(one, WeightAveraging)]
+        given = [one for one in given if one not in averages]
+        before = [RankFailureWatchdog(), FirstValidationCheck()]
         # First, so that a signal after the last step stops at once, and the run's own lines are the first and the last.
         first = [
-            RankFailureWatchdog(),
             GracefulStop(folder.checkpoints / "last.ckpt"),
             RunState(folder.finished, folder.checkpoints),
             ConsoleSummary(folder, as_options()),
             RunReport(folder.root, title=self.recipe_name, began=started_at()),
             ThroughputMonitor(),
-            FirstValidationCheck(),
         ]
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
@@ -325,7 +327,7 @@ class TrainingCLI(LightningCLI):
         # In a fast_dev_run, which says that it saves nothing, a ModelCheckpoint would save its end.
         if self.options.trainer.enable_checkpointing is not False and not self.options.trainer.fast_dev_run:
             last += [ModelCheckpoint(folder.checkpoints, save_last=True), LastCheckpoint(folder.checkpoints)]
-        return [*_missing(first, given), *given, *_missing(last, given)]
+        return [*_missing(before, given), *averages, *_missing(first, given), *given, *_missing(last, given)]
 
     # --- before the long work ----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Arguments of Lightning's ``Trainer`` in a recipe, which ``Trainer`` itself checks."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -106,6 +107,23 @@ def check_ranks(devices: object, accelerator: object) -> None:
         raise RecipeError(
             f"trainer.devices={devices} would start {number:,} processes on this machine's {cores} CPU cores; on CPUs "
             "give at most one for each core"
+        )
+
+
+def check_plugins(plugins: Iterable[object]) -> None:
+    """Refuse saves in the background that remove a checkpoint before the next one is on the disk.
+
+    Args:
+        plugins: ``trainer.plugins``.
+
+    Raises:
+        RecipeError: there is an ``AsyncCheckpointIO``.
+    """
+    if any(isinstance(plugin, AsyncCheckpointIO) for plugin in plugins):
+        raise RecipeError(
+            "trainer.plugins: AsyncCheckpointIO removes the earlier checkpoint before the later one is written, so "
+            "that a kill loses both, and writes no checksums; leave it out; lit_ft.strategies.FSDPStrategy and "
+            "ModelParallelStrategy write in the background with save_distributed_checkpoint: true and async_save: true"
         )
 
 

@@ -10,6 +10,7 @@ from itertools import count
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.lifecycle.heartbeats import is_about_another_rank
 
 from lit_ft.errors import RecipeError
@@ -32,9 +33,29 @@ def check_world_size(devices: int, num_nodes: int) -> None:
         _check_not_alone(world_size)
     elif (started := launcher.world_size()) != world_size:
         raise RecipeError(f"{started} processes were started, but devices x num_nodes = {world_size}; {_SIZES}")
+    if launcher is not None and launcher.global_rank() == 0:
+        _warn_of_restarts()
 
 
 _SIZES = "set devices to the processes of one node and num_nodes to the number of nodes"
+
+
+def _meets_in_torchruns_store() -> bool:
+    """Whether torchrun serves the store in which the ranks meet."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _warn_of_restarts() -> None:
+    """Warn of restarts by torchrun in its own store, where ranks find addresses of ranks that have ended.
+
+    See https://github.com/pytorch/pytorch/issues/135712.
+    """
+    if (restarts := _number("TORCHELASTIC_MAX_RESTARTS")) and _meets_in_torchruns_store():
+        rank_zero_warn(
+            f"torchrun --max-restarts {restarts}: restarted ranks meet in torchrun's store, where they may find the "
+            "addresses of the ranks that have ended and wait for them; start it with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and with --rdzv-backend c10d"
+        )
 
 
 def _check_rendezvous(num_nodes: int) -> None:
@@ -114,12 +135,14 @@ def from_rank_zero(choose: Callable[[], str], num_nodes: int, timeout: timedelta
     rank, world = (launcher.global_rank(), launcher.world_size()) if launcher else (environment.node_rank(), num_nodes)
     if world == 1:
         return choose()
-    # torchrun serves a store at this address; otherwise rank 0 does, and the process group will share it.
-    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # torchrun may serve a store at this address; otherwise rank 0 does, and the process group will share it.
+    is_server = rank == 0 and not _meets_in_torchruns_store()
     address, port = environment.main_address, environment.main_port
     store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True)
     _stores.append(store)
-    key = f"lit_ft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_exchanges)}"
+    # A store of torchrun outlives restarts. Each node counts these by itself, so the count is no key in a new store.
+    restarts = _number("TORCHELASTIC_RESTART_COUNT") if _meets_in_torchruns_store() else 0
+    key = f"lit_ft/{restarts}/{next(_exchanges)}"
     if rank == 0:
         value = choose()
         store.set(key, value)

@@ -124,6 +124,10 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer.min_epochs=3 is more than trainer.max_epochs=2, where training ends",
     ),
     "nothing saved": ("trainer: {barebones: true}", "trainer.barebones=true is for measuring Lightning's own time"),
+    "saves in the background": (
+        "trainer: {plugins: [lightning.pytorch.plugins.io.AsyncCheckpointIO]}",
+        "AsyncCheckpointIO removes the earlier checkpoint before the later one is written",
+    ),
     "a top-level key in a section": (
         "trainer: {lr_scheduler: cosine}",
         "'lr_scheduler' is no option of a section; write it at the left edge of the recipe",

@@ -238,6 +238,17 @@ def test_all_ranks_take_the_name_that_rank_0_has_chosen(num_nodes: int) -> None:
     assert found == [("0 at 7", True), ("0 at 7", False), ("0 at 7", False)]
 
 
+def _name_after_a_restart() -> str:
+    # Each node counts its own restarts; with a store of torchrun's all ranks would share the count.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    return from_rank_zero(lambda: "run", 1, timedelta(seconds=10))
+
+
+@pytest.mark.processes
+def test_nodes_that_have_counted_other_restarts_meet() -> None:
+    assert on_ranks(2, _name_after_a_restart, timeout=60) == ["run", "run"]
+
+
 def test_a_rank_that_never_comes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

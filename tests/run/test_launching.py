@@ -237,6 +237,21 @@ def test_as_many_processes_as_the_recipe_wants(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("shared", "restarts"), [("True", "2"), ("False", "2"), ("True", "0")])
+def test_restarts_in_a_store_with_old_addresses_are_told(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, shared: str, restarts: str
+) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": shared, "TORCHELASTIC_MAX_RESTARTS": restarts}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check_world_size(2, 1)
+    told = [
+        str(warning.message) for warning in recwarn if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(warning.message)
+    ]
+    assert len(told) == (shared == "True" and restarts == "2")
+
+
 @pytest.mark.parametrize(
     ("variables", "devices", "refused"),
     [

@@ -63,15 +63,23 @@ def test_an_average_of_equal_weights_is_bit_identical(of: dict[str, Any]) -> Non
     torch.testing.assert_close(average.module.trained, nn.Parameter(expected), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [
+        (["--trainer.max_steps", "7"], 0),
+        (["--allow_code", "one_process", "--trainer.callbacks+=one_process.Signal", "--trainer.callbacks.step=6"], 130),
+    ],
+    ids=["length", "signal"],
+)
 def test_the_average_is_saved_and_exported_without_the_base_and_a_resumed_run_goes_on_with_it(
-    tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch, stop: list[str], code: int
 ) -> None:
     average = {"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}
     # Without a schedule, which would end with the run that stops.
     fit = [*recipe(tmp_path, model_folder, write_rows(), max_epochs=3, callbacks=[average]), "--lr_scheduler", "null"]
     full, stopped = tmp_path / "full", tmp_path / "stopped"
     here(monkeypatch, *fit, "--run_dir", str(full))
-    here(monkeypatch, *fit, "--run_dir", str(stopped), "--trainer.max_steps", "7")
+    here(monkeypatch, *fit, "--run_dir", str(stopped), *stop, code=code)
     here(monkeypatch, *fit, "--run_dir", str(stopped), "--resume", "auto")
     wanted, got = (torch.load(one / "checkpoints" / "last.ckpt", weights_only=True) for one in (full, stopped))
     trained, averaged = wanted["current_model_state"], wanted["state_dict"]

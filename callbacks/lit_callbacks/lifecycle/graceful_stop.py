@@ -74,6 +74,8 @@ class GracefulStop(Callback):
     Before the first step, and in ``validate``, ``test`` and ``predict``, there is nothing to save: the process ends at
     once. After the last step, the run finishes its final writes. A second signal always ends the process at once.
 
+    It saves what the callbacks before it in the list have done in that step: put ``EMAWeightAveraging`` before it.
+
     From ``setup`` to ``teardown``, Lightning's own SIGTERM handler, which broadcasts, is disabled; Lightning handles
     SLURM's requeue signal at the end of an optimizer step, and the run goes on until SLURM ends it.
     """
