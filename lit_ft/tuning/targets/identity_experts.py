@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class _IdentityExperts(Protocol):
-    """Experts of a layer, those without weights last, as transformers' class has them."""
+    """Experts of a layer, those without weights last, as transformers' class has them.
+
+    Its weights are left out: from Python 3.12 on, ``isinstance`` finds no parameters of a module.
+    """
 
     num_routed_experts: int
     """Number of experts with weights."""
     zero_expert_num: int
-    gate_up_proj: Tensor
-    down_proj: Tensor
 
 
 def give_others_a_gradient(model: nn.Module) -> None:
@@ -42,5 +43,7 @@ def _reach(experts: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) ->
     assert isinstance(experts, _IdentityExperts), "they have this hook"
     if not torch.is_grad_enabled() or bool((arguments[1] < experts.num_routed_experts).any()):
         return output
-    weights = experts.gate_up_proj, experts.down_proj
-    return output + 0 * sum(weight.flatten()[0] for weight in weights)
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        assert isinstance(weight, Tensor)
+        output = output + 0 * weight.flatten()[0]
+    return output
