@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.adalora import AdaLoraLayer
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
@@ -64,6 +65,7 @@ def add_peft(
     with explained("model.peft", names, also=(re.error,)), creates_on:
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
+    _freeze_rank_counts(wrapped)
     check_ranks(wrapped)
     _check_trained_twice(wrapped)
     if changes_biases(peft) and not any(bias.requires_grad for bias in biases):
@@ -76,6 +78,13 @@ def add_peft(
     all_linear.check_loaded(wrapped)
     prompt_learning.check_embeddings(wrapped)
     return wrapped.train()
+
+
+def _freeze_rank_counts(model: PeftModel) -> None:
+    """Freeze AdaLoRA's numbers of ranks, which PEFT does not save: a cast or a move to a device lets them train."""
+    for layer in model.modules():
+        if isinstance(layer, AdaLoraLayer):
+            layer.ranknum.requires_grad_(False)
 
 
 def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:

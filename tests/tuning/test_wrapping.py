@@ -24,3 +24,14 @@ def test_new_weights_are_those_of_the_cpu_under_each_default_device(model_folder
     for name, weight in found.items():
         assert weight.device.type == "cpu", name
         assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
+def test_adalora_trains_no_counts_in_another_dtype_or_without_weights(
+    model_folder: str, dtype: torch.dtype, device: str
+) -> None:
+    """PEFT makes new parameters of them, which train, as it moves them to the dtype and device of the base."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).to(device)
+    wrapped = add_peft(base, METHODS["AdaLoRA"])
+    trained = {name.split(".")[-2] for name, weight in wrapped.named_parameters() if weight.requires_grad}
+    assert trained == {"lora_A", "lora_B", "lora_E"}
