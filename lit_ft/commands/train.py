@@ -73,7 +73,9 @@ from lit_ft.training.loggers import beside_defaults, log_recipe, placed
 from lit_ft.training.optimizers.configure import check_total_steps, configure_optimizers, try_out
 from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
 from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
+from lit_ft.tuning import wrapping
 from lit_ft.tuning.compatibility import check_situation
+from lit_ft.tuning.targets import all_linear
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
 """Exceptions that classes of a recipe raise for bad arguments."""
@@ -382,6 +384,13 @@ class TrainingCLI(LightningCLI):
                 "leave them out"
             )
 
+    def _check_checkpoint(self, model: CausalLM, skeleton: nn.Module) -> None:
+        if not wrapping.takes_shapes_from_weights(model.spec.tuning.peft):
+            shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
+            check_fit(saved_shapes(self.options.ckpt_path), shapes)
+        base = saved_value(self.options.ckpt_path, "base")
+        check_same_base(base, model.base_fingerprint, "the checkpoint")
+
     def _check(self, stage: str) -> None:
         strategy: object = self.trainer.strategy
         if stage == "fit" and isinstance(self.model, CausalLM):
@@ -402,12 +411,10 @@ class TrainingCLI(LightningCLI):
             if isinstance(strategy, ChecksModel):
                 strategy.check_model(self.model, skeleton)
             if self.options.ckpt_path is not None:
-                shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
-                check_fit(saved_shapes(self.options.ckpt_path), shapes)
-                base = saved_value(self.options.ckpt_path, "base")
-                check_same_base(base, self.model.base_fingerprint, "the checkpoint")
+                self._check_checkpoint(self.model, skeleton)
             if self.options.get("merge"):
                 check_situation(self.model.spec.tuning.peft, "merge", "merge=true")
+                all_linear.check_merged(skeleton)
             if self.options.get("merge") and self.model.spec.base.is_quantized:
                 raise RecipeError(
                     "merge=true, but the base is quantized, and merging into it has a price that is yours to choose; "
