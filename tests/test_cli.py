@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import recipe, run
+from command_line import losses, recipe, run
 from lit_callbacks.lifecycle.graceful_stop import StopRequested
 from shared_fixtures import make_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -348,6 +348,14 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["--merge", "true", "--model.peft", "peft.PromptTuningConfig", "--model.peft.num_virtual_tokens", "4"],
         "PROMPT_TUNING adds no weights that could be merged into the base (merge=true); leave merge out",
     ),
+    "biases that have no place in a merged model": (
+        ["--merge", "true", "--model.peft", "peft.BeftConfig", "--model.peft.target_modules", "[o_proj]"],
+        "merge=true: BEFT trains biases, and model.layers.0.self_attn.o_proj has none to add them to; leave merge out",
+    ),
+    "LLaMA-Adapter without sizes": (
+        ["--model.peft", "peft.AdaptionPromptConfig"],
+        "model.peft: adapter_len and adapter_layers must be given; e.g. adapter_len: 10, adapter_layers: 2",
+    ),
     "no checkpoint": (["--ckpt_path", "last"], "there is no checkpoint in"),
     "missing checkpoint": (
         ["--ckpt_path", "bset"],
@@ -370,6 +378,16 @@ def test_mistakes_are_one_line_and_exit_2_before_any_weights(
     assert last.startswith("lit_ft: error: ")
     assert message in last
     assert "Traceback" not in lines
+
+
+def test_a_method_that_groups_rows_of_the_weights_is_resumed(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    arguments = [*recipe(tmp_path, model_folder, write_rows()), "--run_dir", str(tmp_path / "run")]
+    arguments += ["--model.peft=peft.AdamssConfig", "--model.peft.r=8", "--model.peft.target_modules=[q_proj]"]
+    run(capsys, *arguments, "--trainer.max_steps=1")
+    run(capsys, *arguments, "--trainer.max_steps=2", "--ckpt_path=last")
+    assert len(losses(tmp_path / "run")) == 2
 
 
 def test_checkpoints_that_do_not_fit(

@@ -28,7 +28,9 @@ from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.optimizers.configure import check_total_steps, try_out
 from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
 from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
+from lit_ft.tuning import wrapping
 from lit_ft.tuning.compatibility import check_situation
+from lit_ft.tuning.targets import all_linear
 
 HASHED_BASE_BYTES = 16 * 2**30
 """Largest base model, in bytes, whose SHA-256 sums are compared before loading: some seconds, four files at a time."""
@@ -66,7 +68,7 @@ class FirstChecks:
         if isinstance(model, CausalLM):
             skeleton = self._check_model(model)
             if self.options.get("merge"):
-                _check_merge(model)
+                _check_merge(model, skeleton)
             if is_fit:
                 schedule = self._try_optimizer(skeleton)
                 self._check_steps(schedule)
@@ -97,8 +99,9 @@ class FirstChecks:
         if isinstance(strategy, ChecksModel):
             strategy.check_model(model, skeleton)
         if self._checkpoint is not None:
-            shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
-            check_fit(saved_shapes(self._checkpoint), shapes)
+            if not wrapping.takes_shapes_from_weights(model.spec.tuning.peft):
+                shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
+                check_fit(saved_shapes(self._checkpoint), shapes)
             check_same_base(saved_value(self._checkpoint, "base"), model.base_fingerprint, "the checkpoint")
         return skeleton
 
@@ -160,8 +163,9 @@ def _check_folders(model: CausalLM) -> None:
         check_unchanged(given)
 
 
-def _check_merge(model: CausalLM) -> None:
+def _check_merge(model: CausalLM, skeleton: nn.Module) -> None:
     check_situation(model.spec.tuning.peft, "merge", "merge=true")
+    all_linear.check_merged(skeleton)
     if model.spec.base.is_quantized:
         raise RecipeError(
             "merge=true, but the base is quantized, and merging into it has a price that is yours to choose; "

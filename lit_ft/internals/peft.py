@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from lit_ft.internals.transformers import cache_option
 
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTuner
     from torch import Tensor, nn
     from transformers import PreTrainedModel
+
+
+def accept_all_inits() -> None:
+    """Add values of ``init_lora_weights`` that PEFT takes to its type hint, by which recipes are read."""
+    from jsonargparse.typing import restricted_string_type
+    from peft import LoraConfig
+
+    with_iterations = restricted_string_type("pissa_niter_N", r"^pissa_niter_\d+$")
+    declared = get_type_hints(LoraConfig)["init_lora_weights"]
+    LoraConfig.__annotations__["init_lora_weights"] = declared | Literal["lora_ga"] | with_iterations
 
 
 def all_linear_layers(config: PeftConfig, model: PreTrainedModel) -> set[str]:

@@ -31,6 +31,7 @@ from lit_ft.bounded_yaml import bounded
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.internals.jsonargparse import ListReplacingParser, class_change, option_names
+from lit_ft.internals.peft import accept_all_inits
 from lit_ft.recipe import allowed_code
 from lit_ft.recipe.parse_errors import explain
 from lit_ft.training.causal_lm import CausalLM
@@ -59,6 +60,7 @@ KINDS: tuple[type, ...] = (
 """Base classes that a recipe may build from the allowed packages, with dataclasses; others may run their arguments."""
 
 
+accept_all_inits()
 _load_yaml = bounded(get_loader("yaml"))
 
 

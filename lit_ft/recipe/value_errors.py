@@ -124,6 +124,7 @@ _NOISE = (
     "a class path (str)",
     "a dict with",
     "Given value: NestedArg",
+    "Not of type pissa_niter_N",
 )
 """Beginnings of message lines in which jsonargparse lists types and values."""
 _TYPES = ("Not a valid subclass of", "Expected an instantiatable class")

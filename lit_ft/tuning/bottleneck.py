@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from lit_ft.model.quantization import LinearLayer
 
 
-class _Type(str, Enum):
+class _Type(str, Enum):  # noqa: UP042  # as PEFT's own
     """PEFT type outside PEFT's enumeration, which cannot be extended."""
 
     BOTTLENECK = "BOTTLENECK"

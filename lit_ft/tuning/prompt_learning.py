@@ -9,7 +9,7 @@ import torch
 from lit_callbacks.distributed.host_copy import queued_copy
 from peft import PeftConfig, PeftModel, PromptLearningConfig
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import cache_option
@@ -31,6 +31,10 @@ _HEADS = frozenset({"num_attention_heads", "n_head", "num_heads", "encoder_atten
 """Names of the number of heads in configs that PEFT knows (peft 0.21)."""
 _READS_IDS = frozenset("deepseek_v4 gemma4 gemma4_text qwen4_exp qwen4_exp_text".split())
 """Architectures whose layers take embeddings or experts of their own by the tokens' ids (transformers 5.24)."""
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Kinds of layers that keep keys and values, and nothing else."""
+_OTHER_KEYS = frozenset("dory falcon mimo_v2_flash whisper xlstm".split())
+"""Further architectures in which a prefix of PEFT's shape does not fit each layer (transformers 5.24)."""
 
 
 def check_sizes(peft: PeftConfig) -> None:
@@ -46,14 +50,20 @@ def check_sizes(peft: PeftConfig) -> None:
 
 
 def fit_to(model: PreTrainedModel, peft: PeftConfig) -> None:
-    """Refuse virtual embeddings where a model reads token ids beside embeddings; ``peft`` is changed in place.
+    """Refuse virtual tokens that do not fit a model; ``peft`` is changed in place.
 
+    Embeddings do not where the model reads token ids beside them, keys and values where layers keep something else.
     PEFT asks for the number of heads, which it finds under some names only, also where the method has no use for it.
 
     Raises:
-        RecipeError: the model reads ids.
+        RecipeError: they do not fit.
     """
-    if (method := str(peft.peft_type.value)) not in EMBEDDINGS:
+    if (method := str(peft.peft_type.value)) == PREFIX and (reason := _no_prefix(model.config.get_text_config())):
+        raise RecipeError(
+            f"model.peft: virtual tokens of {method} are keys and values of one size before those of each layer, and "
+            f"{model.config.model_type} {reason}; take another method, e.g. peft.LoraConfig"
+        )
+    if method not in EMBEDDINGS:
         return
     if model.config.model_type in _READS_IDS:
         raise RecipeError(
@@ -62,6 +72,17 @@ def fit_to(model: PreTrainedModel, peft: PeftConfig) -> None:
         )
     if not _HEADS & model.config.to_dict().keys():
         peft.num_attention_heads = 1
+
+
+def _no_prefix(config: PretrainedConfig) -> str | None:
+    """Reason why keys and values of a prefix do not fit a model; None if they do."""
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION):
+        return f"has layers of other kinds ({', '.join(others)})"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return f"has keys and values of two sizes (kv_lora_rank={config.kv_lora_rank})"
+    if config.model_type in _OTHER_KEYS:
+        return "keeps them in another form"
+    return None if _HEADS & config.to_dict().keys() else "names its number of heads in a way that PEFT does not know"
 
 
 def check_embeddings(model: PeftModel) -> None:

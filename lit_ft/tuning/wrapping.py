@@ -8,8 +8,9 @@ from functools import partial
 from typing import Literal
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.adalora import AdaLoraLayer
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
@@ -64,6 +65,7 @@ def add_peft(
     with explained("model.peft", names, also=(re.error,)), creates_on:
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
+    _freeze_rank_counts(wrapped)
     check_ranks(wrapped)
     _check_trained_twice(wrapped)
     if changes_biases(peft) and not any(bias.requires_grad for bias in biases):
@@ -76,6 +78,13 @@ def add_peft(
     all_linear.check_loaded(wrapped)
     prompt_learning.check_embeddings(wrapped)
     return wrapped.train()
+
+
+def _freeze_rank_counts(model: PeftModel) -> None:
+    """Freeze AdaLoRA's numbers of ranks, which PEFT does not save: a cast or a move to a device lets them train."""
+    for layer in model.modules():
+        if isinstance(layer, AdaLoraLayer):
+            layer.ranknum.requires_grad_(False)
 
 
 def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -176,6 +185,11 @@ def give_values(skeleton: nn.Module, peft: PeftConfig) -> None:
 _LOOK_AT_WEIGHTS = {"ADAMSS", "SHIRA"}
 
 
+def takes_shapes_from_weights(peft: PeftConfig | None) -> bool:
+    """Whether the shapes of an adapter are not those of a skeleton's: AdaMSS groups the rows of the base's weights."""
+    return peft is not None and peft.peft_type.value == "ADAMSS"
+
+
 def wrap_in_final_dtype(
     base: nn.Module, peft: PeftConfig, wrap: Callable[[], PeftModel], in_float32: bool
 ) -> PeftModel:
@@ -236,6 +250,10 @@ def check_numbers(peft: PeftConfig) -> None:
     """
     if isinstance(peft, PromptLearningConfig) and peft.num_virtual_tokens is None:
         raise RecipeError("model.peft: num_virtual_tokens is missing; give the length of the prompt, e.g. 20")
+    if isinstance(peft, AdaptionPromptConfig) and None in (peft.adapter_len, peft.adapter_layers):
+        raise RecipeError(
+            "model.peft: adapter_len and adapter_layers must be given; e.g. adapter_len: 10, adapter_layers: 2"
+        )
     numbers = {name: value for name, value in vars(peft).items() if isinstance(value, int | float)}
     for name, value in numbers.items():
         if name == "r" and value < 1 and not numbers.get("oft_block_size"):  # OFT has one of the two

@@ -21,6 +21,17 @@ def test_options_override_files_wherever_they_stand(
         assert "max_length: 33" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("init", ["lora_ga", "pissa_niter_4"])
+def test_inits_that_the_type_hint_of_peft_lacks_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: str, init: str
+) -> None:
+    option = f"--model.peft.init_args.init_lora_weights={init}"
+    with pytest.raises(SystemExit) as ended:
+        main([*recipe(tmp_path, model_folder, "rows.json"), option, "--print_config"])
+    assert ended.value.code in (None, 0)
+    assert f"init_lora_weights: {init}\n" in capsys.readouterr().out
+
+
 def test_files_are_first_and_negative_numbers_stay_with_their_option() -> None:
     assert in_order(["fit", "--a.b", "-1e-3", "--config", "x", "-c=y", "--c", "-5", "--d=-1", "-.5", "--config"]) == [
         *("fit", "--config", "x", "-c=y", "--config"),

@@ -31,6 +31,7 @@ TYPED: dict[str, str] = {
     "fit --trainer.callbacks EarlyStop": "write lightning.pytorch.callbacks.EarlyStopping",
     "fit --trainer.callbacks nothing_like_it": "class, e.g. lightning.pytorch.callbacks.EarlyStopping",
     "fit --model.peft Lora": "model.peft: 'Lora' is no class path; write peft.LoraConfig",
+    "fit --model.peft peft.LoraConfig --model.peft.init_lora_weights pisa": "lora_ga, true, false; did you mean pissa?",
     "fit --model.quantization nf4": "write transformers.BitsAndBytesConfig; see recipes/tuning/qlora_nf4.yaml",
     "fit --pretrained_model_name_or_path x": "here it is model.pretrained",
     "fit --eval_steps 5": "trainer.val_check_interval in micro-batches: times trainer.accumulate_grad_batches",

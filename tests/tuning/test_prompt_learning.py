@@ -1,4 +1,4 @@
-"""Virtual embeddings in models of which PEFT, or the model itself, asks for more than embeddings."""
+"""Virtual tokens in models of which PEFT, or the model itself, asks for more than embeddings."""
 
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,26 @@ def test_a_number_of_heads_that_peft_does_not_find_is_not_needed(architecture: s
     assert torch.equal(read(input_ids=ids).logits, wrapped(input_ids=ids).logits)
 
 
-def test_where_they_are_needed_peft_asks_for_them() -> None:
-    with pytest.raises(RecipeError, match="model.peft: .*num_attention_heads"):
-        add_peft(tiny("mpt"), PrefixTuningConfig(num_virtual_tokens=3))
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("qwen3_5_text", r"has layers of other kinds \(linear_attention\)"),
+        ("recurrent_gemma", r"has layers of other kinds \(linear_attention\)"),
+        ("deepseek_v2", r"has keys and values of two sizes \(kv_lora_rank=\d+\)"),
+        ("falcon", "keeps them in another form"),
+        ("mpt", "names its number of heads in a way that PEFT does not know"),
+    ],
+)
+def test_a_prefix_that_does_not_fit_each_layer_is_refused(architecture: str, reason: str) -> None:
+    with pytest.raises(
+        RecipeError, match=f"model.peft: virtual tokens of PREFIX_TUNING .*, and {architecture} {reason};"
+    ):
+        add_peft(tiny(architecture), PrefixTuningConfig(num_virtual_tokens=3))
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "llama4_text", "gpt2"])
+def test_a_prefix_fits_layers_of_full_sliding_and_chunked_attention(architecture: str) -> None:
+    add_peft(tiny(architecture), PrefixTuningConfig(num_virtual_tokens=3))
 
 
 @pytest.mark.parametrize("peft", METHODS, ids=lambda peft: peft.peft_type.value)

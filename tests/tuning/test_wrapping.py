@@ -3,9 +3,12 @@
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from tuning_methods import METHODS
+from tuning_methods import METHODS, PARAMETERS, TOKENS
 
-from lit_ft.tuning.wrapping import add_peft
+from lit_ft.checkpointing.storage.checkpoint_io import trainable_shapes
+from lit_ft.tuning.lora_init import needs_init
+from lit_ft.tuning.spec import TuningSpec
+from lit_ft.tuning.wrapping import add_peft, takes_shapes_from_weights
 
 
 @pytest.mark.parametrize("method", ["LoRA", "VeRA", "PVeRA", "RandLoRA", "FourierFT", "WaveFT", "SHiRA", "TinyLoRA"])
@@ -24,3 +27,29 @@ def test_new_weights_are_those_of_the_cpu_under_each_default_device(model_folder
     for name, weight in found.items():
         assert weight.device.type == "cpu", name
         assert torch.equal(weight, expected[name]), name
+
+
+ALL = {**METHODS, **PARAMETERS, **TOKENS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", [m for m, c in ALL.items() if not (needs_init(c) or takes_shapes_from_weights(c))])
+def test_a_model_without_weights_trains_what_one_with_weights_trains(
+    model_folder: str, method: str, dtype: torch.dtype
+) -> None:
+    """By the former a checkpoint is refused before weights are read."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
+    skeleton = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).to("meta")
+    without = TuningSpec(ALL[method], "float32", None).wrap_skeleton(skeleton, [], None)
+    assert trainable_shapes(without) == trainable_shapes(add_peft(base, ALL[method]))
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
+def test_adalora_trains_no_counts_in_another_dtype_or_without_weights(
+    model_folder: str, dtype: torch.dtype, device: str
+) -> None:
+    """PEFT makes new parameters of them, which train, as it moves them to the dtype and device of the base."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).to(device)
+    wrapped = add_peft(base, METHODS["AdaLoRA"])
+    trained = {name.split(".")[-2] for name, weight in wrapped.named_parameters() if weight.requires_grad}
+    assert trained == {"lora_A", "lora_B", "lora_E"}
