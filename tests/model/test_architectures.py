@@ -15,7 +15,7 @@ REFUSED = [
     ("dbrx", "bf16-mixed", "adds results in half precision to a sum in fp32"),
     ("dbrx", "16-mixed", "adds results in half precision to a sum in fp32"),
     ("inkling2_text", "bf16-true", "multiplies in fp32 by the weights of its routers"),
-    ("inkling2_loop_text", "16-true", "multiplies in fp32 by the weights of its routers"),
+    ("inkling2_text", "16-true", "multiplies in fp32 by the weights of its routers"),
 ]
 
 

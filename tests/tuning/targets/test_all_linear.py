@@ -89,7 +89,7 @@ def test_adapters_that_a_model_would_not_compute_are_refused(name: str, layer: s
         add_peft(model, LoraConfig(r=2, target_modules=["q_proj", layer]))
 
 
-LOST = {"laguna": "mlp.shared_experts.down_proj", "inkling2_text": "self_attn.k_proj.sconv.weight_proj"}
+LOST = {"laguna": "mlp.shared_experts.down_proj", "inkling2_text": "weight_proj"}
 
 
 @pytest.mark.parametrize("architecture", LOST)
