@@ -147,3 +147,23 @@ def _positions(inputs: dict[str, Any]) -> Tensor:
 
 def _renamed(inputs: dict[str, object], old: str, new: str) -> dict[str, object]:
     return {new if name == old else name: value for name, value in inputs.items()}
+
+
+def return_dtypes_of_inputs(model: PeftModel) -> None:
+    """Let adapters on a base packed by bitsandbytes return the dtype of their inputs, as on a dense one.
+
+    IA3, RoAd and RandLora return float32 to a model in bfloat16, whose next layer then fails.
+    """
+    from peft.tuners.lora import bnb
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in model.modules():
+        is_packed = isinstance(layer, BaseTunerLayer) and type(layer).__module__.endswith(".bnb")
+        if is_packed and type(layer).__module__ != bnb.__name__:  # it returns the right one, maybe as one function
+            layer.register_forward_hook(_in_dtype_of_input)
+
+
+def _in_dtype_of_input(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    import torch
+
+    return output if torch.is_autocast_enabled(output.device.type) else output.to(inputs[0].dtype)

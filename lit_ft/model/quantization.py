@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.internals.bitsandbytes_internals import without_repacking
+from lit_callbacks.internals.bitsandbytes_internals import keep_scales, without_repacking
 from peft import PeftConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -188,6 +188,7 @@ def prepare_for_training(model: PreTrainedModel) -> None:
         RecipeError: a kind of layer passes no gradients, or wrong ones.
     """
     without_repacking(model)
+    keep_scales(model)
     if not is_quantized(model):
         return
     kinds = {(type(m), type(getattr(m, "weight", None))): m for m in linear_modules(model).values()}

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError, explained
-from lit_ft.internals.peft import around_each_layer
+from lit_ft.internals.peft import around_each_layer, return_dtypes_of_inputs
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
@@ -65,6 +65,7 @@ def add_peft(
     with explained("model.peft", names, also=(re.error,)), creates_on:
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
+    return_dtypes_of_inputs(wrapped)
     _freeze_rank_counts(wrapped)
     check_ranks(wrapped)
     _check_trained_twice(wrapped)
