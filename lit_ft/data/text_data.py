@@ -452,7 +452,7 @@ class TextDataModule(LightningDataModule):
         self, split: str, plan: BatchPlan, limit: int | float, accumulate: Callable[[], int] = lambda: 1
     ) -> PackedBatchLoader:
         assert self.trainer is not None
-        return PackedBatchLoader(
+        loader = PackedBatchLoader(
             self.splits[split],
             plan,
             replica=process.data_parallel(self.trainer).rank if plan.replicas > 1 else 0,
@@ -460,6 +460,19 @@ class TextDataModule(LightningDataModule):
             limit=limit,
             num_workers=self.num_workers,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+        if split in ("train", "val") and _overfits(self.trainer):
+            _check_overfitted_share(split, len(loader), self.trainer.overfit_batches)  # type: ignore[attr-defined]
+        return loader
+
+
+def _check_overfitted_share(split: str, batches: int, share: int | float) -> None:
+    """Refuse an ``overfit_batches`` of no whole batch: Lightning's message asks for limits that it overrides."""
+    if isinstance(share, float) and batches and int(batches * share) == 0:
+        raise RecipeError(
+            f"trainer.overfit_batches={share} is less than one of the {batches} micro-batches of {split} data; it is "
+            "a share of those of training, and of those of validation, or a number: set at least "
+            f"{-(-1000 // batches) / 1000:g}, or 1"
         )
 
 

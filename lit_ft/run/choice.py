@@ -37,14 +37,20 @@ class RunChoice:
             recipe: name of the recipe, for the folders that are chosen without ``run_dir``.
 
         Raises:
-            RecipeError: a path is empty, or ``resume`` is given to a command that does not resume, or beside a
-                checkpoint.
+            RecipeError: a path is empty, ``resume`` is given to a command that does not resume, or beside a
+                checkpoint, or a ``fast_dev_run``, which saves no checkpoint, would replace what a run has written.
         """
         self._subcommand, self._options, self._recipe = subcommand, options, recipe
         self._resumes = options.ckpt_path in (LAST, BEST)
         for name in ("run_dir", "ckpt_path"):
             if (value := options[name]) is not None and not value.strip():
                 raise RecipeError(f"{name}={value!r} names nothing; leave it out, or give a path")
+        resuming = "ckpt_path" if options.ckpt_path is not None else "resume"
+        if subcommand == "fit" and options.trainer.fast_dev_run and (value := options[resuming]) is not None:
+            raise RecipeError(
+                f"trainer.fast_dev_run={options.trainer.fast_dev_run} tries a few batches and saves no checkpoint, so "
+                f"it goes on with no run ({resuming}={value}); leave one out, and give a new --run_dir to fast_dev_run"
+            )
         if options.resume is None:
             return
         if subcommand != "fit":

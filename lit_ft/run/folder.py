@@ -128,6 +128,11 @@ class RunFolder:
                     f"there is no checkpoint in {self.checkpoints} yet: the run goes on, and writes its first one at a "
                     "validation or the end of an epoch; try again then"
                 )
+            if self.adapter.exists() or self.merged.exists():
+                raise RecipeError(
+                    f"there is no checkpoint in {self.checkpoints}: the run was to save none (trainer.fast_dev_run or "
+                    "enable_checkpointing=false); start another one without --ckpt_path, in a new --run_dir"
+                )
             raise RecipeError(
                 f"there is no checkpoint in {self.checkpoints}: the run ended before its first one; start it again "
                 "with the same command without --ckpt_path, or with --resume auto in its place, which does either"
@@ -192,10 +197,8 @@ class RunFolder:
         lock_run(self.root)
         if not resuming and self.config.exists():
             if self.has_checkpoint or self.adapter.exists() or self.merged.exists():
-                raise RecipeError(
-                    f"run_dir={str(self.root)!r} holds a run already; resume it with --ckpt_path last, "
-                    "or give another --run_dir"
-                )
+                resume = "resume it with --ckpt_path last, or " if self.has_checkpoint else "it saved no checkpoint; "
+                raise RecipeError(f"run_dir={str(self.root)!r} holds a run already; {resume}give another --run_dir")
             rank_zero_info(f"the earlier run in {self.root} ended before its first checkpoint: started again")
 
 

@@ -136,8 +136,8 @@ class RunState(Callback):
         callbacks = attributes_of(trainer).callbacks
         if _time_is_over(trainer):
             rank_zero_info(
-                f"trainer.max_time counts from the start of the run, and was over at step {trainer.global_step:,}: "
-                "nothing is trained; to go on, resume with a longer max_time"
+                "trainer.max_time, or the duration of a Timer, counts from the start of the run, and was over at step "
+                f"{trainer.global_step:,}: nothing is trained; to go on, resume with a longer one"
             )
         else:
             rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
