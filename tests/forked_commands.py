@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 import preloading  # noqa: F401  # before the fork
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ranks import end_with_parent
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -186,6 +187,8 @@ forked_subprocess = SimpleNamespace(run=_run_forked_module, TimeoutExpired=subpr
 def _run(module: str, arguments: list[str]) -> NoReturn:
     """Run the module in this fork as ``python -m`` does in a new process, and end the fork."""
     gc.freeze()
+    if not torch.cuda.is_available():  # torch's build for CUDA bars forks of a process that has looked for devices
+        torch.cuda._is_in_bad_fork = lambda: False
     atexit._clear()  # remove the handlers of the test process; there is no public way
     for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

@@ -245,7 +245,8 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
     for section, options in sections.items():
         theirs += [key for key in options if OPTIONS.get(key, own := f"{section}.{key}").split()[0] != own]
     if has_only_theirs or has_their_classes or len(theirs) >= 3:
-        raise _of_other_trainer(path, theirs)
+        unknown = [key for key in entries if key not in OPTIONS and key not in (*sections, *OWN_SECTIONS)]
+        raise _of_other_trainer(path, theirs, unknown)
     if set(OWN_SECTIONS) & sections.keys():
         return
     for key, what in _FILES_OF_MODELS.items():
@@ -259,12 +260,19 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
         )
 
 
-def _of_other_trainer(path: Path, theirs: Iterable[str]) -> RecipeError:
-    """Error about a file with options of another trainer, with what stands for each of them here."""
+def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Iterable[str] = ()) -> RecipeError:
+    """Error about a file with options of another trainer, with what stands for each of them here.
+
+    Args:
+        path: the file.
+        theirs: options that stand in ``OPTIONS``.
+        unknown: other options.
+    """
     short = {key: re.split(r"[;,(:]", OPTIONS[key])[0].strip() for key in theirs}
     told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")
     needless = ", ".join(key for key, ours in short.items() if ours == "nothing")
     rest = f"; leave out {needless}" if needless else ""
+    rest += f"; nothing is known of {', '.join(unknown)}" if unknown else ""
     here = f". Here {told}{rest}" if told else ""
     return RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml{here}")
 

@@ -451,7 +451,7 @@ def test_fit_and_validate_compare_a_merged_base_with_its_manifest(
     refused = "merged' is not what was exported (with other bytes: model.safetensors); export it again, or remove its"
     for command in ("fit", "validate"):
         assert refused in lit_ft(command, *arguments, "--run_dir", tmp_path / "of-merged", code=2)
-    monkeypatch.setattr("lit_ft.commands.train.HASHED_BASE_BYTES", 0)
+    monkeypatch.setattr("lit_ft.commands.first_checks.HASHED_BASE_BYTES", 0)
     said = lit_ft("validate", *arguments, "--run_dir", tmp_path / "of-merged")
     assert f"GiB are compared with manifest.json by size alone; python -m lit_ft verify {merged} compares" in said
     with (merged / "model.safetensors").open("ab") as file:

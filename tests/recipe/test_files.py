@@ -107,6 +107,11 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "begin with recipes/qwen.yaml. Here model_name_or_path = model.pretrained, lora_rank = model.peft.r, "
         "cutoff_len = data.max_length; leave out stage",
     ),
+    "a recipe of Axolotl": (
+        "qlora.yml",
+        "base_model: x\nadapter: lora\nstrict: false\ntf32: true\nplugins: [axolotl.Plugin]\n",
+        "Here base_model = model.pretrained, adapter = model.peft; leave out tf32; nothing is known of strict, plugins",
+    ),
     "a recipe of torchtune, whose sections are called as ours": (
         "lora.yaml",
         "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_rank: 64}\nepochs: 1\n",
