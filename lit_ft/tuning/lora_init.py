@@ -171,7 +171,7 @@ def run_lora_init(
     )
     if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
         config.target_modules = _names_of_targets(wrap(with_default_init(config)))  # PEFT's preprocessing needs a list
-    with _weights_kept(base, is_needed=init.startswith(FROM_THE_BASE)):
+    with _weights_kept(base, init):
         if init == "corda":
             preprocess_corda(base, config, run_model=lambda: _run(forward, batches))
         elif init == "lora_ga":
@@ -248,10 +248,12 @@ def _subtract_initial_product(model: PeftModel, taken: dict[str, Tensor]) -> Non
 
 
 @contextmanager
-def _weights_kept(base: nn.Module, is_needed: bool) -> Iterator[None]:
+def _weights_kept(base: nn.Module, init: str) -> Iterator[None]:
     """Restore the weights of linear layers after PEFT has changed them; ``_subtract_initial_product`` does it again."""
+    is_needed = init.startswith(FROM_THE_BASE)
     layers = [module for module in base.modules() if isinstance(module, nn.Linear)] if is_needed else []
-    kept = [layer.weight.detach().clone() for layer in layers]
+    # OLoRA subtracts in place; the others put a new tensor into the layer, so that the earlier one is as it was.
+    kept = [layer.weight.detach().clone() if init == "olora" else layer.weight.data for layer in layers]
     yield
     for layer, weight in zip(layers, kept, strict=True):
         layer.weight.data = weight
