@@ -470,8 +470,9 @@ def _check_overfitted_share(split: str, batches: int, share: int | float) -> Non
     """Refuse an ``overfit_batches`` of no whole batch: Lightning's message asks for limits that it overrides."""
     if isinstance(share, float) and batches and int(batches * share) == 0:
         raise RecipeError(
-            f"trainer.overfit_batches={share} is less than one of the {batches} batches of {split} data; it is a share "
-            f"of both training and validation, or a number of batches: set at least {-(-1000 // batches) / 1000:g}, or 1"
+            f"trainer.overfit_batches={share} is less than one of the {batches} micro-batches of {split} data; it is "
+            "a share of those of training, and of those of validation, or a number: set at least "
+            f"{-(-1000 // batches) / 1000:g}, or 1"
         )
 
 

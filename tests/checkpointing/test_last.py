@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import here, recipe
+from command_line import here, recipe, run
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -63,6 +63,30 @@ def test_a_fast_dev_run_saves_no_checkpoint(
     here(monkeypatch, *arguments, "--run_dir", str(tmp_path / "run"))
     assert (tmp_path / "run" / "adapter").is_dir()
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_that_saved_no_checkpoint_is_not_one_to_resume(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=1, enable_checkpointing=False)
+    arguments = [*arguments, "--run_dir", str(tmp_path / "run")]
+    here(monkeypatch, *arguments)
+    assert "already; it saved no checkpoint; give another --run_dir" in run(capsys, *arguments, code=2)
+    refused = run(capsys, *arguments, "--ckpt_path", "last", code=2)
+    assert "the run was to save none (trainer.fast_dev_run or enable_checkpointing=false)" in refused
+
+
+def test_a_fast_dev_run_goes_on_with_no_run(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*recipe(tmp_path, model_folder, write_rows(), max_steps=2), "--run_dir", str(tmp_path / "run")]
+    here(monkeypatch, *arguments)
+    adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    before = adapter.read_bytes()
+    for options in (("--resume", "auto"), ("--ckpt_path", "last")):
+        said = run(capsys, *arguments, "--trainer.fast_dev_run", "5", *options, code=2)
+        assert f"so it goes on with no run ({options[0][2:]}={options[1]}); leave one out" in said
+    assert adapter.read_bytes() == before
 
 
 def test_a_run_that_was_moved_replaces_its_last_file(make_trainer: Any, tmp_path: Path) -> None:

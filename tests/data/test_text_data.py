@@ -317,3 +317,13 @@ def test_questions_of_about_one_length_are_asked_together_unless_the_first_ones_
     data.load(make_tokenizer(), "predict")
     data.trainer = Trainer(limit_predict_batches=limit, logger=False, enable_checkpointing=False, accelerator="cpu")
     assert [[question["row"] for question in batch] for batch in data.predict_dataloader()] == asked
+
+
+@pytest.mark.parametrize(("rows", "options"), [(40, {"val_fraction": 0.1}), (4, {})], ids=["val", "train"])
+def test_a_share_to_overfit_of_no_batch_is_refused(
+    make_trainer: Any, model_folder: str, write_rows: Any, rows: int, options: Any
+) -> None:
+    data = TextDataModule(write_rows(count=rows), micro_batch_size=1, **options)
+    refused = r"trainer.overfit_batches=0.1 is less than one of the \d micro-batches of (train|val) data"
+    with pytest.raises(RecipeError, match=refused):
+        make_trainer(max_epochs=1, overfit_batches=0.1).fit(CausalLM(model_folder), data)

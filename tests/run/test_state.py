@@ -154,6 +154,7 @@ def test_time_that_is_used_up_is_no_last_step(
         trainer = make_trainer(max_steps=-1, max_epochs=1000, max_time={"seconds": 1}, callbacks=[state])
         trainer.fit(CausalLM(model_folder), TextDataModule(data, micro_batch_size=2), ckpt_path=resumed)
         trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    assert "trainer.max_time, or the duration of a Timer, counts from the start of the run" in caplog.text
     assert f"was over at step {trainer.global_step}: nothing is trained; to go on, resume with a longer" in caplog.text
     assert "nothing is left to train" not in caplog.text
     assert ended_by_time(state.marker)

@@ -605,3 +605,26 @@ def test_an_init_that_looks_at_data_needs_data_that_shows_rows(make_trainer: Any
     batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
     with pytest.raises(RecipeError, match=r"data that hands out first_batches\(count\)"):
         make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=METHODS["EVA"]), DataLoader([batch], batch_size=None))
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "NF4": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16},
+    "INT8": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("method", ["AdaLoRA", "DoRA", "HiRA", "IA3", "OFT", "PVeRA", "RandLoRA", "RoAd"])
+def test_on_a_quantized_base_in_bf16_it_trains_as_in_float32(
+    make_trainer: Any, model_folder: str, write_rows: Any, method: str, packed: str
+) -> None:
+    row = pack_samples([(ids.numpy(), ids.numpy()) for ids in samples()])
+    optimizer = partial(torch.optim.SGD, lr=1e-3)
+    losses = []
+    for dtype in ("bfloat16", "float32"):
+        options: Any = {"dtype": dtype, "quantization": BitsAndBytesConfig(**PACKED[packed])}
+        module = CausalLM(model_folder, peft=METHODS[method], optimizer=optimizer, **options)
+        train(make_trainer, module, write_rows())
+        with torch.no_grad():
+            losses.append(float(module.eval()(row).per_token.mean()))
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
