@@ -79,6 +79,7 @@ class FirstChecks:
 
     @property
     def _strategy(self) -> object:
+        """The strategy, by which of the protocols it has."""
         return self.trainer.strategy
 
     @property
