@@ -109,7 +109,7 @@ class ConsoleSummary(Callback):
         if self._times is None:  # Lightning starts no training where a resumed run is at its end
             return f"nothing was left to train after {as_count(trainer.global_step, 'optimizer step')}"
         first = self._times.first_step
-        earlier = f" after {first:,} earlier ones" if first else ""
+        earlier = f" after {first:,} earlier {'ones' if first > 1 else 'one'}" if first else ""
         loss = trainer.callback_metrics.get("train/loss")
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
         taken = as_count(trainer.global_step - first, "optimizer step")

@@ -1,5 +1,6 @@
 """``benchmarks.code_measures``: counts worked out by hand, and the limits that this repository keeps."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,18 @@ def test_this_repository_keeps_its_limits() -> None:
         code_measures.OUR_TESTS, [*code_measures.OURS, code_measures.BENCHMARKS]
     )
     assert named == count
+
+
+def test_no_protocol_names_weights_or_modules() -> None:
+    """``isinstance`` finds parameters and modules within an ``nn.Module`` up to Python 3.11 only."""
+    repository = Path(code_measures.__file__).parents[1]
+    files = [*repository.glob("lit_ft/**/*.py"), *repository.glob("callbacks/lit_callbacks/**/*.py")]
+    protocols = {
+        node.name: [ast.unparse(one.annotation) for one in node.body if isinstance(one, ast.AnnAssign)]
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and "runtime_checkable" in map(ast.unparse, node.decorator_list)
+    }
+    assert protocols["TrainsFromSpec"] == ["TrainingSpec"]
+    held = {"Tensor", "Parameter", "nn.Parameter", "Module", "nn.Module"}
+    assert [name for name, annotations in protocols.items() if held.intersection(annotations)] == []
