@@ -40,7 +40,7 @@ Schedule = LRScheduler | ReduceLROnPlateau
 
 @dataclass(frozen=True)
 class FirstChecks:
-    """What is known of a run before its weights are loaded."""
+    """Checks of a run before its weights are loaded, and what they look at."""
 
     stage: str
     """``fit``, ``validate``, ``test`` or ``predict``."""

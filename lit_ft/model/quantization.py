@@ -188,9 +188,9 @@ def prepare_for_training(model: PreTrainedModel) -> None:
         RecipeError: a kind of layer passes no gradients, or wrong ones.
     """
     without_repacking(model)
-    keep_scales(model)
     if not is_quantized(model):
         return
+    keep_scales(model)
     kinds = {(type(m), type(getattr(m, "weight", None))): m for m in linear_modules(model).values()}
     if all(kind is nn.Parameter for _, kind in kinds):
         names = sorted({layer.__name__ for layer, _ in kinds})

@@ -65,8 +65,7 @@ def add_peft(
     with explained("model.peft", names, also=(re.error,)), creates_on:
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
-    return_dtypes_of_inputs(wrapped)
-    _freeze_rank_counts(wrapped)
+    _correct_layers(wrapped)
     check_ranks(wrapped)
     _check_trained_twice(wrapped)
     if changes_biases(peft) and not any(bias.requires_grad for bias in biases):
@@ -81,8 +80,12 @@ def add_peft(
     return wrapped.train()
 
 
-def _freeze_rank_counts(model: PeftModel) -> None:
-    """Freeze AdaLoRA's numbers of ranks, which PEFT does not save: a cast or a move to a device lets them train."""
+def _correct_layers(model: PeftModel) -> None:
+    """Correct the output's dtype on a packed base, and freeze the numbers of ranks of AdaLoRA.
+
+    PEFT divides by these numbers and does not save them; a cast or a move to another device lets them train.
+    """
+    return_dtypes_of_inputs(model)
     for layer in model.modules():
         if isinstance(layer, AdaLoraLayer):
             layer.ranknum.requires_grad_(False)
