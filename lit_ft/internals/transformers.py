@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
+
+_PRODUCT_IN_FLOAT32 = re.compile(r"linear\([^,\n]+, *[\w.]+\.(float\(\)|(type|to)\(torch\.float32\))\)")
 
 
 def enable_checkpointing(model: PreTrainedModel, options: Mapping[str, object]) -> None:
@@ -85,6 +88,23 @@ def outline_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
             if tensor.is_meta and (found := pattern.search(name)) is not None:
                 tensor.data = tensor.data.to(kept[names[str(found.lastgroup)]])
     return outline
+
+
+def kept_in_float32(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Function from the name of a weight to whether it stays in float32 where the model is loaded in bfloat16."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = list(model._get_dtype_plan(torch.bfloat16))
+    pattern = build_glob_alternation(plan)[0]  # of an empty plan it matches everything
+    return lambda name: bool(plan) and pattern.search(name) is not None
+
+
+def casts_weight_to_float32(module: nn.Module) -> bool:
+    """Whether a module casts a weight to float32 and multiplies by it, whatever its dtype, as many routers do.
+
+    Read from the source of its ``forward``; it is declared nowhere.
+    """
+    return _PRODUCT_IN_FLOAT32.search(_source(type(module).forward)) is not None
 
 
 def calls_attention_interface(module: nn.Module) -> bool:

@@ -16,7 +16,6 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.layout import Layout
 from lit_ft.strategies.module_calls import gather_in_answer
 from lit_ft.strategies.parallel.mesh import MeshSizes, base_of
-from lit_ft.strategies.separate_dtypes import shard_by_dtype
 from lit_ft.strategies.sharded import ShardedStrategy, check_mixers, check_shared
 from lit_ft.training.spec import spec_of
 from lit_ft.tuning.compatibility import check_situation
@@ -133,10 +132,10 @@ class FSDPStrategy(ShardedStrategy):
         check_shared(module, layers)
         for layer in layers:
             self._cast_to_trained_dtype(layer)
-            shard_by_dtype(layer, partial(shard, reshard_after_forward=self.reshard_after_forward))
+            self._shard_weights(layer, partial(shard, reshard_after_forward=self.reshard_after_forward))
         self._cast_to_trained_dtype(module)
         # Embedding and head are needed at the start and at the end of every pass: they stay gathered in between.
-        shard_by_dtype(module, partial(shard, reshard_after_forward=False))
+        self._shard_weights(module, partial(shard, reshard_after_forward=False))
         if spec_of(module) is not None:
             check_mixers(base_of(module))
         gather_in_answer(module)

@@ -49,7 +49,6 @@ from lit_ft.strategies.parallel.pipeline_parallel import Pipeline, StageModule
 from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
 from lit_ft.strategies.parallel.tied_embeddings import TiedEmbeddings
-from lit_ft.strategies.separate_dtypes import shard_by_dtype
 from lit_ft.strategies.sharded import ShardedStrategy, T, check_mixers, check_shared
 
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
@@ -296,11 +295,11 @@ class ModelParallelStrategy(ShardedStrategy):
         # With a pipeline, freeing weights between passes gives wrong gradients under zero-bubble schedules.
         reshard = self.reshard_after_forward and not stages
         for layer in layers:
-            shard_by_dtype(layer, partial(shard, reshard_after_forward=reshard))
+            self._shard_weights(layer, partial(shard, reshard_after_forward=reshard))
         check_mixers(self._base)
         roots: Sequence[nn.Module] = stages or [module]
         for root in roots:
-            shard_by_dtype(root, partial(shard, reshard_after_forward=False))
+            self._shard_weights(root, partial(shard, reshard_after_forward=False))
         for stage in stages:
             register_fsdp_forward_method(stage, "next_logits")
         if not stages:

@@ -39,6 +39,7 @@ from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.layout import Layout
 from lit_ft.protocols import Checkpoint
+from lit_ft.strategies.separate_dtypes import Shard, shard_by_dtype, shard_kept
 from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.spec import spec_of
 
@@ -200,6 +201,12 @@ class ShardedStrategy(LightningModelParallelStrategy):
             return MixedPrecisionPolicy()
         # Weights are gathered in half precision; what autocast keeps in fp32 (the residual stream) stays in fp32.
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def _shard_weights(self, part: nn.Module, shard: Shard) -> None:
+        """Shard a part's weights, those in other dtypes on their own."""
+        if self._precision_policy().param_dtype is not None:
+            shard_kept(part, shard)
+        shard_by_dtype(part, shard)
 
     # --- gradients -------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
-from lit_ft.training.fp32_buffers import Fp32BuffersModule
+from lit_ft.training.float32.buffers import Fp32BuffersModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics

@@ -24,6 +24,7 @@ from lit_ft.model.isolation import token_mixers
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import GivesFirstBatches
+from lit_ft.training.float32 import products
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import compatibility, fused_lora, lora_init
@@ -151,6 +152,7 @@ class TrainingSpec:
         rotary_embedding.keep_samples_apart(base)
         token_mixers.keep_samples_apart(base)
         identity_experts.give_others_a_gradient(base)
+        products.keep(base)
         # Some models draw while they are built, though not where they are built without memory for weights.
         torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)

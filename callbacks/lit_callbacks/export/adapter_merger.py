@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
 
 from lit_callbacks.answering_weights import weights_that_answer
 from lit_callbacks.distributed.gather import full_weights, is_split, reshard
@@ -180,7 +181,7 @@ class AdapterMerger(Callback):
         full_model = model
         if is_split(model) or isinstance(strategy, GathersWeights):
             gather = strategy.full_weights if isinstance(strategy, GathersWeights) else full_weights
-            state = gather(model, lambda _, p: p.requires_grad, keep=writes)
+            state = gather(model, _is_of_adapter, keep=writes)
             full_model = unsplit(model, keep=writes, gather=gather) if self.merged_dir is not None else None
         if not writes:
             return
@@ -243,6 +244,11 @@ def _warn_of_what_is_not_written(module: LightningModule) -> None:
             f"AdapterMerger writes no tokenizer: {type(tokenizer).__name__} has no method save_pretrained; give one of "
             "transformers, or write it by texts="
         )
+
+
+def _is_of_adapter(name: str, tensor: Tensor) -> bool:
+    """Whether a weight or buffer is written with an adapter: PEFT writes the buffers of modules that it saves whole."""
+    return tensor.requires_grad or (".modules_to_save." in name and not isinstance(tensor, nn.Parameter))
 
 
 def _saved_tokenizer(module: LightningModule) -> "PreTrainedTokenizerBase | None":

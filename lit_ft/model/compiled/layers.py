@@ -85,6 +85,11 @@ def compile_layers(layers: Iterable[nn.Module], compiled: bool | str, checkpoint
         layer.forward = _OneGraph(layer, options, checkpointing, reported)
 
 
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether a layer is compiled."""
+    return isinstance(layer.forward, _OneGraph)
+
+
 class _OneGraph:
     """Compiled forward pass of a layer: one graph, or what is left from the first call on that cannot be one.
 

@@ -28,7 +28,8 @@ def save(
         start: state of the adapter's init.
         has_own_embeddings: whether the adapter holds embeddings of added tokens, beside the base's.
         folder: path of the adapter's folder.
-        state_dict: the weights that train, by their names in ``model``; None takes them from there.
+        state_dict: the weights that train, and buffers of modules that PEFT saves whole, by their names in ``model``;
+            None takes them from there.
 
     Raises:
         NotFinite: a weight is not finite.
@@ -37,7 +38,7 @@ def save(
     if (bad := next(not_finite(trained if state_dict is None else state_dict), None)) is not None:
         raise NotFinite(f"{bad} is not finite: the adapter is not written to {folder}")
     whole, has_prompts = model, model.active_peft_config.is_prompt_learning
-    if state_dict is not None and (has_prompts or not state_dict.keys() <= dict(model.named_parameters()).keys()):
+    if state_dict is not None and (has_prompts or not state_dict.keys() <= model.state_dict().keys()):
         # PEFT looks at layers, some of which may be on other ranks, and computes virtual tokens from what a rank holds.
         whole = skeleton()
         if has_prompts:

@@ -1,0 +1,1 @@
+"""What is computed in float32 whatever the precision of a run."""

@@ -1,0 +1,50 @@
+"""Products in float32 that autocast would round to bfloat16: those of routers and hyper-connections.
+
+transformers computes them in float32 where a model is loaded in bfloat16. Autocast rounds weights, inputs and result:
+in training, tokens would choose other experts than in the model that is served.
+"""
+
+from types import MethodType
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lit_ft.internals.transformers import casts_weight_to_float32, kept_in_float32
+
+
+def keep(model: PreTrainedModel) -> None:
+    """Let the modules of a model that transformers computes in float32 do so under autocast too.
+
+    These are the modules all of whose weights transformers keeps in float32, and routers that cast theirs to it. With
+    such weights, and inputs in bfloat16, they run in every model that is loaded in bfloat16, without autocast.
+
+    Args:
+        model: model, changed in place.
+    """
+    stays_in_float32 = kept_in_float32(model)
+
+    def keep_within(module: nn.Module, path: str) -> None:
+        weights = dict(module.named_parameters(prefix=path))
+        is_whole = any(p.ndim > 1 for p in weights.values()) and all(map(stays_in_float32, weights))
+        if is_whole or casts_weight_to_float32(module):
+            module.forward = MethodType(_forward, module)  # a copy of the module has one of its own
+            return
+        for name, part in module.named_children():
+            keep_within(part, f"{path}.{name}" if path else name)
+
+    keep_within(model, "")
+
+
+def kept_modules(module: nn.Module) -> list[nn.Module]:
+    """Modules that compute in float32 under autocast, within one, each with PEFT's wrapper around it."""
+    found = []
+    for path, part in module.named_modules():
+        if isinstance(forward := part.forward, MethodType) and forward.__func__ is _forward:
+            found.append(module.get_submodule(path.removesuffix(".base_layer")))
+    return found
+
+
+def _forward(module: nn.Module, *args: object, **kwargs: object) -> object:
+    with torch.autocast(next(module.parameters()).device.type, enabled=False):
+        return type(module).forward(module, *args, **kwargs)
