@@ -32,7 +32,7 @@ def shard_kept(layer: nn.Module, shard: Shard) -> None:
 
     Args:
         layer: layer, or model whose layers are sharded.
-        shard: function that shards one.
+        shard: function that shards the weights of a module.
     """
     if is_compiled(layer):
         return
@@ -48,7 +48,7 @@ def shard_by_dtype(module: nn.Module, shard: Shard) -> None:
 
     Args:
         module: module; parts of it that are sharded are left as they are.
-        shard: function that shards one.
+        shard: function that shards the weights of a module.
 
     Raises:
         RecipeError: one part itself has trained weights of several dtypes.
