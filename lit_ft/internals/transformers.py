@@ -90,13 +90,25 @@ def outline_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return outline
 
 
-def kept_in_float32(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Function from the name of a weight to whether it stays in float32 where the model is loaded in bfloat16."""
+def weights_in_float32(model: PreTrainedModel) -> set[str]:
+    """Names of the weights that stay in float32 where a model is loaded in bfloat16, as in ``outline_in``."""
     from transformers.core_model_loading import build_glob_alternation
+    from transformers.modeling_utils import local_torch_dtype
 
-    plan = list(model._get_dtype_plan(torch.bfloat16))
+    config, dtype = copy.deepcopy(model.config), torch.bfloat16
+    for one in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if one is not None:
+            one.dtype = dtype
+    # Not from_config, which does the same, and splits weights among ranks under DeepSpeed's stage 3.
+    with torch.device("meta"), local_torch_dtype(dtype, type(model).__name__):
+        outline = type(model)(config)
+    plan = list(outline._get_dtype_plan(dtype))
     pattern = build_glob_alternation(plan)[0]  # of an empty plan it matches everything
-    return lambda name: bool(plan) and pattern.search(name) is not None
+    return {
+        name
+        for name, weight in outline.named_parameters()
+        if weight.dtype == torch.float32 or (plan and pattern.search(name))
+    }
 
 
 def casts_weight_to_float32(module: nn.Module) -> bool:

@@ -25,8 +25,7 @@ from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
 from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls, zero_gradient_buffer
 from lit_ft.internals.torch import without_forward_hooks
-from lit_ft.internals.transformers import outline_in
-from lit_ft.model.isolation import token_mixers
+from lit_ft.model.isolation import architectures, token_mixers
 from lit_ft.model.loading import decoder_layers
 from lit_ft.model.spec import ModelSpec
 from lit_ft.planning.layout import Replication
@@ -35,6 +34,7 @@ from lit_ft.protocols import Checkpoint, LogsGradientNorm
 from lit_ft.strategies.module_calls import Answer, wrap_answer
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.strategies.zero import state as zero_state
+from lit_ft.training.float32 import tensors
 from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.spec import spec_of
 
@@ -176,7 +176,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         self.accelerator.setup(trainer)
         if self.precision_plugin.precision != "32-true":  # which casts nothing, as under every other strategy
             self.model = self.precision_plugin.convert_module(self.model)
-            self._cast_new_weights(self.model)
+            self._cast_weights(self.model)
         self.model_to_device()  # DeepSpeed moves nothing, not even metrics, if the base was sharded as it was read
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -191,19 +191,19 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         self.barrier()
 
     def _name_rounded_weights(self) -> None:
-        """Print which weights stage 3 has read in half precision that all other strategies keep in fp32."""
-        base, spec = self._model_of_run(), self._base()
-        if base is None or spec is None or not is_zero3(next(base.parameters())):
-            return
-        if self.precision_plugin.precision != "32-true":  # which casts them under every strategy
-            return
-        dtype = spec.weights_dtype()
-        kept = [name for name, weight in outline_in(base, dtype).named_parameters() if weight.dtype != dtype]
-        if kept:
-            rank_zero_warn(
-                f"DeepSpeedStrategy: stage=3 reads all weights in {dtype}, also {len(kept):,} that stay in float32 "
-                f"with other strategies, e.g. {kept[0]}: losses differ where that rounds them"
+        """Print which weights are in half precision here that all other strategies keep in float32.
+
+        Raises:
+            RecipeError: the model cannot compute with them.
+        """
+        base = self._model_of_run()
+        if base is not None and (rounded := tensors.rounded(base)):
+            holds = (
+                f"DeepSpeedStrategy: stage={zero_config.stage_of(self.config)} holds {len(rounded):,} weights in half "
+                f"precision that stay in float32 with other strategies, e.g. {rounded[0]}"
             )
+            architectures.check_rounded(base.config, holds)
+            rank_zero_warn(f"{holds}: losses differ where that rounds them")
 
     def _answer_in_engine(self, answer: Answer) -> Answer:
         def run(prompts: Sequence[str], max_new_tokens: int) -> Sequence[str]:
@@ -213,11 +213,15 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
         return run
 
-    def _cast_new_weights(self, model: nn.Module) -> None:
-        """Cast an adapter as DeepSpeed casts all weights, unless the base was split as it was read: then it forgets."""
+    def _cast_weights(self, model: nn.Module) -> None:
+        """Cast weights as DeepSpeed does, which forgets an adapter's if the base was split as it was read.
+
+        Trained weights all get one dtype, in which the engine joins them.
+        """
         dtype = torch.bfloat16 if str(self.precision_plugin.precision).startswith("bf16") else torch.float16
+        model.to(dtype)
         for parameter in model.parameters():
-            if parameter.is_floating_point() and not is_zero3(parameter):
+            if parameter.requires_grad and not is_zero3(parameter):
                 parameter.data = parameter.data.to(dtype)
 
     def _setup_model_and_optimizer(

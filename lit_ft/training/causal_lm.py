@@ -34,7 +34,6 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
-from lit_ft.training.float32.buffers import Fp32BuffersModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
@@ -51,7 +50,7 @@ from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.targets import experts
 
 
-class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, GuardedStepsModule, ScheduleFreeModule):
+class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, ScheduleFreeModule):
     """Fine-tune a causal language model.
 
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, means over supervised tokens (train: of one optimizer
@@ -199,7 +198,6 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
             if not self.spec.compile:  # hooks would break the graphs of layers
                 self.train_metrics.expert_load = ExpertLoad.of(self._packed.base)
             self._state = SavedState(self, self._packed, self.start, self.base_fingerprint)
-            self.keep_fp32_buffers()
 
     def _device_of_run(self) -> torch.device | None:
         return None if self._trainer is None else self._trainer.strategy.root_device

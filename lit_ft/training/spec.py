@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lit_ft import process
 from lit_ft.errors import RecipeError
 from lit_ft.internals import liger_kernel
-from lit_ft.internals.transformers import enable_checkpointing
+from lit_ft.internals.transformers import enable_checkpointing, weights_in_float32
 from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
@@ -24,7 +24,7 @@ from lit_ft.model.isolation import token_mixers
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import GivesFirstBatches
-from lit_ft.training.float32 import products
+from lit_ft.training.float32 import products, tensors
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import compatibility, fused_lora, lora_init
@@ -152,12 +152,15 @@ class TrainingSpec:
         rotary_embedding.keep_samples_apart(base)
         token_mixers.keep_samples_apart(base)
         identity_experts.give_others_a_gradient(base)
-        products.keep(base)
+        in_float32 = weights_in_float32(base)
+        products.keep(base, in_float32)
+        tensors.keep(base, in_float32)
         # Some models draw while they are built, though not where they are built without memory for weights.
         torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         base.disable_input_require_grads()  # which PEFT enables too
+        tensors.keep(model)  # buffers of the adapter
         options = self.activation_offload, self.router_aux_loss
         forward = PackedForward(model, *options, compiled=self.compile, pad_rows_to=self.pad_rows_to)
         if self.neftune_alpha is not None:

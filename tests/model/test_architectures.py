@@ -9,13 +9,11 @@ from transformers import AutoConfig
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.model.isolation.architectures import check_precision
+from lit_ft.model.isolation.architectures import check_precision, check_rounded
 
 REFUSED = [
     ("dbrx", "bf16-mixed", "adds results in half precision to a sum in fp32"),
     ("dbrx", "16-mixed", "adds results in half precision to a sum in fp32"),
-    ("inkling2_text", "bf16-true", "multiplies in fp32 by the weights of its routers"),
-    ("inkling2_text", "16-true", "multiplies in fp32 by the weights of its routers"),
 ]
 
 
@@ -29,10 +27,16 @@ def test_a_precision_in_which_the_first_step_would_fail_is_refused(
 
 @pytest.mark.parametrize(
     ("architecture", "precision"),
-    [("dbrx", "bf16-true"), ("dbrx", "32-true"), ("inkling2_text", "bf16-mixed"), ("llama", "bf16-mixed")],
+    [("dbrx", "bf16-true"), ("dbrx", "32-true"), ("inkling2_text", "bf16-true"), ("llama", "bf16-mixed")],
 )
 def test_others_are_not(architecture: str, precision: str) -> None:
     check_precision(AutoConfig.for_model(architecture), precision)
+
+
+def test_a_model_that_computes_with_no_rounded_routers_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"^1 weight in half precision: inkling2_text multiplies values in fp32 by"):
+        check_rounded(AutoConfig.for_model("inkling2_text"), "1 weight in half precision")
+    check_rounded(AutoConfig.for_model("deepseek_v3"), "1 weight in half precision")
 
 
 def test_a_trainer_is_asked_before_weights_are_read(make_trainer: Any, tmp_path: Path) -> None:

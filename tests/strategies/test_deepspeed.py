@@ -606,21 +606,40 @@ def test_trained_weights_of_two_dtypes_are_refused(tmp_path: Path, write_rows: A
     assert f"set {advice} or trainer.precision=bf16-true" in said
 
 
-def said_of_rounded_weights(folder: str) -> list[str]:
-    trainer = trainer_with(zero(3), devices=1, max_steps=1)
+def said_of_rounded_weights(folder: str, stage: int, precision: str, options: dict[str, Any]) -> list[str]:
+    trainer = trainer_with(zero(stage), devices=1, max_steps=1, precision=precision)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(CausalLM(folder, dtype="bfloat16"), TextDataModule(f"{folder}/rows.json", max_length=96))
-    return [str(one.message) for one in caught if "stage=3 reads all weights" in str(one.message)]
+        module = CausalLM(folder, dtype="bfloat16", **options)
+        trainer.fit(module, TextDataModule(f"{folder}/rows.json", max_length=96))
+    return [str(one.message) for one in caught if "in half precision" in str(one.message)]
+
+
+ROUNDED: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "read in one dtype": (3, "32-true", {}),
+    "trained in one dtype": (2, "bf16-mixed", {}),
+    "read in one dtype, LoRA": (3, "bf16-true", {"peft": LORA}),
+}
 
 
 @pytest.mark.processes
-def test_stage_3_names_the_weights_that_it_rounds(tmp_path: Path, write_rows: Any, folders: Any) -> None:
+@pytest.mark.parametrize("name", ROUNDED)
+def test_weights_that_are_rounded_are_named(tmp_path: Path, write_rows: Any, folders: Any, name: str) -> None:
     folder = save_model("deepseek_v3", tmp_path, layers=2)
     write_rows(count=8)
-    [[said]] = on_ranks(1, said_of_rounded_weights, folder, timeout=90)
-    assert "in torch.bfloat16, also 1 that stay in float32 with other strategies, e.g. model.layers.1.mlp.gate." in said
-    assert on_ranks(1, said_of_rounded_weights, folders(), timeout=90) == [[]]
+    [[said]] = on_ranks(1, said_of_rounded_weights, folder, *ROUNDED[name], timeout=90)
+    stage, *_ = ROUNDED[name]
+    assert f"stage={stage} holds 1 weights in half precision that stay in float32 with other strategies, e.g." in said
+    assert "model.layers.1.mlp.gate.weight" in said
+    assert on_ranks(1, said_of_rounded_weights, folders(), *ROUNDED[name], timeout=90) == [[]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_frozen_routers_stay_in_float32_before_stage_3(tmp_path: Path, write_rows: Any, precision: str) -> None:
+    folder = save_model("deepseek_v3", tmp_path, layers=2)
+    write_rows(count=8)
+    assert on_ranks(1, said_of_rounded_weights, folder, 2, precision, {"peft": LORA}, timeout=90) == [[]]
 
 
 def test_selective_checkpointing_is_refused_at_stage_3() -> None:

@@ -70,10 +70,12 @@ COMPARED = frozenset(
 _NOT_MIXED: Mapping[str, str] = {
     "dbrx": "adds results in half precision to a sum in fp32 in place, which torch refuses",
 }
-_NOT_CAST: Mapping[str, str] = _each(
-    "inkling2_loop_text inkling2_text", "multiplies in fp32 by the weights of its routers, which are cast"
+"""Why an architecture fails where operators cast for themselves (transformers 5.24)."""
+
+_NOT_ROUNDED: Mapping[str, str] = _each(
+    "inkling2_loop_text inkling2_text", "multiplies values in fp32 by the weights of its routers"
 )
-"""Why an architecture fails where weights are cast, or operators cast for themselves (transformers 5.24)."""
+"""Why an architecture fails where all weights are in half precision (transformers 5.24)."""
 
 _READS_PADDING = frozenset("axk2 deepseek_v4 git hy_v4 recurrent_gemma rwkv whisper xlstm".split())
 """Architectures whose answers change with padding before a prompt, whatever the attention mask says of it."""
@@ -123,10 +125,23 @@ def check_precision(config: PretrainedConfig, precision: str) -> None:
     Raises:
         RecipeError: it would; the message gives the reason.
     """
-    is_cast = precision in ("bf16-true", "16-true")
-    reasons = _NOT_MIXED if precision.endswith("-mixed") else _NOT_CAST if is_cast else {}
+    reasons = _NOT_MIXED if precision.endswith("-mixed") else {}
     if (reason := reasons.get(config.model_type)) is not None:
         raise RecipeError(
             f"trainer.precision={precision}: {config.model_type} {reason}; set it to 32-true, with which "
             "model.dtype=bfloat16 computes in bfloat16 and keeps in fp32 what has to be"
         )
+
+
+def check_rounded(config: PretrainedConfig, holds: str) -> None:
+    """Refuse a model whose first step would fail because all of its weights are in half precision.
+
+    Args:
+        config: config of the model.
+        holds: what holds which weights in half precision.
+
+    Raises:
+        RecipeError: it would; the message gives the reason.
+    """
+    if (reason := _NOT_ROUNDED.get(config.model_type)) is not None:
+        raise RecipeError(f"{holds}: {config.model_type} {reason}; take lit_ft.strategies.FSDPStrategy")

@@ -4,16 +4,16 @@ transformers computes them in float32 where a model is loaded in bfloat16. Autoc
 in training, tokens would choose other experts than in the model that is served.
 """
 
+from collections.abc import Set
 from types import MethodType
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from lit_ft.internals.transformers import casts_weight_to_float32, kept_in_float32
+from lit_ft.internals.transformers import casts_weight_to_float32
 
 
-def keep(model: PreTrainedModel) -> None:
+def keep(model: nn.Module, in_float32: Set[str]) -> None:
     """Let the modules of a model that transformers computes in float32 do so under autocast too.
 
     These are the modules all of whose weights transformers keeps in float32, and routers that cast theirs to it. With
@@ -21,12 +21,12 @@ def keep(model: PreTrainedModel) -> None:
 
     Args:
         model: model, changed in place.
+        in_float32: names of the weights that stay in float32 where the model is loaded in bfloat16.
     """
-    stays_in_float32 = kept_in_float32(model)
 
     def keep_within(module: nn.Module, path: str) -> None:
         weights = dict(module.named_parameters(prefix=path))
-        is_whole = any(p.ndim > 1 for p in weights.values()) and all(map(stays_in_float32, weights))
+        is_whole = any(p.ndim > 1 for p in weights.values()) and weights.keys() <= in_float32
         if is_whole or casts_weight_to_float32(module):
             module.forward = MethodType(_forward, module)  # a copy of the module has one of its own
             return

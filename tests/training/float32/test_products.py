@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.model_comparison import Tiny, samples
 from benchmarks.tiny_configs import tiny_config
-from lit_ft.internals.transformers import kept_in_float32
+from lit_ft.internals.transformers import weights_in_float32
 from lit_ft.packed_batch import pack_samples
 from lit_ft.training.float32.products import kept_modules
 from lit_ft.tuning.targets.experts import expert_layers
@@ -24,9 +24,9 @@ def in_bfloat16(model_type: str) -> Tiny:
     """Model with the dtypes that transformers loads it in."""
     tiny = Tiny(tiny_config(model_type))
     assert isinstance(tiny.model, PreTrainedModel)
-    stays_in_float32 = kept_in_float32(tiny.model)
+    in_float32 = weights_in_float32(tiny.model)
     for name, parameter in tiny.model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if stays_in_float32(name) else torch.bfloat16)
+        parameter.data = parameter.data.to(torch.float32 if name in in_float32 else torch.bfloat16)
     return tiny
 
 

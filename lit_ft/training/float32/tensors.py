@@ -1,0 +1,57 @@
+"""Weights and buffers that stay in float32 in a model that is cast, e.g. those of routers.
+
+Precision bf16-true and DeepSpeed cast all that a module holds. transformers keeps some of it in float32 where it loads
+a model in bfloat16: rotary frequencies in bfloat16 give tokens wrong positions, and a router's bias other experts.
+"""
+
+from collections.abc import Callable, Set
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def keep(model: nn.Module, weights: Set[str] = frozenset()) -> None:
+    """Let weights and buffers of a model that are in float32 stay in it when a module around them is cast.
+
+    Args:
+        model: model, changed in place; parts of it that were given before stay as they are.
+        weights: names of the weights; of buffers, all stay.
+    """
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        own = {name for name, _ in module.named_parameters(recurse=False) if prefix + name in weights}
+        has_buffers = any(buffer.dtype == torch.float32 for buffer in module.buffers(recurse=False))
+        if (own or has_buffers) and _kept(module) is None:
+            # A copy of the module gets a call of its own: the arguments of a partial are copied too.
+            module._apply = partial(_apply, module, frozenset(own))
+
+
+def rounded(model: nn.Module) -> list[str]:
+    """Names of the weights that were to stay in float32 and are not in it."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name in sorted(_kept(module) or ())
+        if module.get_parameter(name).dtype != torch.float32
+    ]
+
+
+def _kept(module: nn.Module) -> frozenset[str] | None:
+    """Names of a module's own weights that stay in float32; None if nothing of it was to."""
+    call = vars(module).get("_apply")
+    return call.args[1] if isinstance(call, partial) and call.func is _apply else None
+
+
+def _apply(module: _Module, weights: frozenset[str], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Module:
+    own = [*module.buffers(recurse=False), *(p for n, p in module.named_parameters(recurse=False) if n in weights)]
+    kept = {id(tensor) for tensor in own if tensor.dtype == torch.float32}
+
+    def moved(tensor: Tensor) -> Tensor:
+        new = fn(tensor)
+        return tensor.to(new.device) if id(tensor) in kept and new.dtype != torch.float32 else new
+
+    return type(module)._apply(module, moved, recurse)
