@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO, on CUDA and on CPU: optimizer state, gradients and weights are sharded over the ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -183,7 +183,8 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._name_rounded_weights()
-        (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
+        with nullcontext() if self.zero_stage_3 else tensors.frozen(self.model):  # the engine casts all of them
+            (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
         if self.zero_stage_3:
             self._keep_head_whole()
             self._gather_with_layers()
@@ -216,12 +217,13 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def _cast_weights(self, model: nn.Module) -> None:
         """Cast weights as DeepSpeed does, which forgets an adapter's if the base was split as it was read.
 
-        Trained weights all get one dtype, in which the engine joins them.
+        All weights that it joins, which are those that train and at stage 3 all, get one dtype.
         """
         dtype = torch.bfloat16 if str(self.precision_plugin.precision).startswith("bf16") else torch.float16
         model.to(dtype)
         for parameter in model.parameters():
-            if parameter.requires_grad and not is_zero3(parameter):
+            is_joined = parameter.requires_grad or self.zero_stage_3
+            if parameter.is_floating_point() and is_joined and not is_zero3(parameter):
                 parameter.data = parameter.data.to(dtype)
 
     def _setup_model_and_optimizer(

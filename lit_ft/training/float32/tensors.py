@@ -4,7 +4,8 @@ Precision bf16-true and DeepSpeed cast all that a module holds. transformers kee
 a model in bfloat16: rotary frequencies in bfloat16 give tokens wrong positions, and a router's bias other experts.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -28,6 +29,20 @@ def keep(model: nn.Module, weights: Set[str] = frozenset()) -> None:
         if (own or has_buffers) and _kept(module) is None:
             # A copy of the module gets a call of its own: the arguments of a partial are copied too.
             module._apply = partial(_apply, module, frozenset(own))
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Context after which frozen weights that stay in float32 are as they were before."""
+    kept = [
+        (parameter, parameter.data)
+        for module in model.modules()
+        for name in _kept(module) or ()
+        if not (parameter := module.get_parameter(name)).requires_grad
+    ]
+    yield
+    for parameter, data in kept:
+        parameter.data = data
 
 
 def rounded(model: nn.Module) -> list[str]:
