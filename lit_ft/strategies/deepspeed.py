@@ -11,7 +11,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.distributed.gather import full_weights, is_zero3
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
 from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls, zero_gradient_buffer
 from lit_ft.internals.torch import without_forward_hooks
-from lit_ft.model.isolation import architectures, token_mixers
+from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_layers
 from lit_ft.model.spec import ModelSpec
 from lit_ft.planning.layout import Replication
@@ -182,7 +181,6 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._name_rounded_weights()
         with nullcontext() if self.zero_stage_3 else tensors.frozen(self.model):  # the engine casts all of them
             (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
         if self.zero_stage_3:
@@ -190,21 +188,6 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             self._gather_with_layers()
             wrap_answer(self._module, self._answer_in_engine)
         self.barrier()
-
-    def _name_rounded_weights(self) -> None:
-        """Print which weights are in half precision here that all other strategies keep in float32.
-
-        Raises:
-            RecipeError: the model cannot compute with them.
-        """
-        base = self._model_of_run()
-        if base is not None and (rounded := tensors.rounded(base)):
-            holds = (
-                f"DeepSpeedStrategy: stage={zero_config.stage_of(self.config)} holds {len(rounded):,} weights in half "
-                f"precision that stay in float32 with other strategies, e.g. {rounded[0]}"
-            )
-            architectures.check_rounded(base.config, holds)
-            rank_zero_warn(f"{holds}: losses differ where that rounds them")
 
     def _answer_in_engine(self, answer: Answer) -> Answer:
         def run(prompts: Sequence[str], max_new_tokens: int) -> Sequence[str]:
@@ -215,15 +198,11 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return run
 
     def _cast_weights(self, model: nn.Module) -> None:
-        """Cast weights as DeepSpeed does, which forgets an adapter's if the base was split as it was read.
-
-        All weights that it joins, which are those that train and at stage 3 all, get one dtype.
-        """
+        """Cast weights as DeepSpeed does, which forgets an adapter's if the base was split as it was read."""
         dtype = torch.bfloat16 if str(self.precision_plugin.precision).startswith("bf16") else torch.float16
         model.to(dtype)
-        for parameter in model.parameters():
-            is_joined = parameter.requires_grad or self.zero_stage_3
-            if parameter.is_floating_point() and is_joined and not is_zero3(parameter):
+        for parameter in model.parameters() if self.zero_stage_3 else ():  # it joins frozen ones too
+            if parameter.is_floating_point() and not is_zero3(parameter):
                 parameter.data = parameter.data.to(dtype)
 
     def _setup_model_and_optimizer(

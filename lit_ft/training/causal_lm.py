@@ -34,6 +34,7 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
+from lit_ft.training.float32 import tensors
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
@@ -251,7 +252,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
     # --- optimize --------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Optimizer over the trainable parameters, and the schedule."""
+        """Optimizer over the trainable parameters, and the schedule; by now, the strategy has cast the weights."""
+        tensors.warn_of_rounded(self._packed.base)
         groups = self.lr_factors, self.no_weight_decay
         made = configure_optimizers(self, self.optimizer, self.lr_scheduler, *groups, self._state.shapes)
         if isinstance(made, torch.optim.Optimizer):

@@ -138,10 +138,10 @@ def check_rounded(config: PretrainedConfig, holds: str) -> None:
 
     Args:
         config: config of the model.
-        holds: what holds which weights in half precision.
+        holds: which weights are in half precision, and what keeps them from it.
 
     Raises:
         RecipeError: it would; the message gives the reason.
     """
     if (reason := _NOT_ROUNDED.get(config.model_type)) is not None:
-        raise RecipeError(f"{holds}: {config.model_type} {reason}; take lit_ft.strategies.FSDPStrategy")
+        raise RecipeError(f"{holds}: {config.model_type} {reason}")

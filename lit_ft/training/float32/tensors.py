@@ -10,13 +10,19 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lit_ft.model.isolation import architectures
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def keep(model: nn.Module, weights: Set[str] = frozenset()) -> None:
-    """Let weights and buffers of a model that are in float32 stay in it when a module around them is cast.
+    """Let frozen weights and buffers of a model that are in float32 stay in it when a module around them is cast.
+
+    Trained weights are cast: DeepSpeed and FSDP join those of a layer, and all strategies give the same numbers.
 
     Args:
         model: model, changed in place; parts of it that were given before stay as they are.
@@ -45,14 +51,25 @@ def frozen(model: nn.Module) -> Iterator[None]:
         parameter.data = data
 
 
-def rounded(model: nn.Module) -> list[str]:
-    """Names of the weights that were to stay in float32 and are not in it."""
-    return [
+def warn_of_rounded(model: PreTrainedModel) -> None:
+    """Print which weights that were to stay in float32 are in half precision: trained ones, and all at ZeRO's stage 3.
+
+    Raises:
+        RecipeError: the model cannot compute with them.
+    """
+    rounded = [
         f"{path}.{name}"
         for path, module in model.named_modules()
         for name in sorted(_kept(module) or ())
         if module.get_parameter(name).dtype != torch.float32
     ]
+    if rounded:
+        holds = (
+            f"{len(rounded):,} weights are in half precision that transformers keeps in float32, e.g. {rounded[0]}; "
+            "trainer.precision=32-true keeps them too, except at stage=3 of DeepSpeed"
+        )
+        architectures.check_rounded(model.config, holds)
+        rank_zero_warn(f"{holds}; the loss differs from that of the served model where rounding them changes it")
 
 
 def _kept(module: nn.Module) -> frozenset[str] | None:
@@ -63,7 +80,7 @@ def _kept(module: nn.Module) -> frozenset[str] | None:
 
 def _apply(module: _Module, weights: frozenset[str], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Module:
     own = [*module.buffers(recurse=False), *(p for n, p in module.named_parameters(recurse=False) if n in weights)]
-    kept = {id(tensor) for tensor in own if tensor.dtype == torch.float32}
+    kept = {id(tensor) for tensor in own if tensor.dtype == torch.float32 and not tensor.requires_grad}
 
     def moved(tensor: Tensor) -> Tensor:
         new = fn(tensor)
