@@ -55,6 +55,19 @@ def test_arrays_are_written_part_by_part(tmp_path: Path) -> None:
     assert np.load(tmp_path / "none.npy", mmap_mode="r").shape == (0,)
 
 
+def test_samples_are_found_by_their_ids_without_the_ids_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, lengths = np.arange(400, dtype=np.int32), np.full(100, 4)
+    halves = collect(ids, ids, lengths, np.repeat(np.arange(50), 2))  # two samples of each row
+    samples, asked = join([halves, halves], ["a.1", "b"]), list[int]()
+    every = samples.ids(range(len(samples)))
+    all_ids = Samples.ids
+    monkeypatch.setattr(Samples, "ids", lambda self, chosen: asked.append(len(chosen)) or all_ids(self, chosen))
+    wanted = ["b:49.1", "a.1:7", "b:0", "b:50", "c:1", "b", "a.1:7.2"]
+    assert samples.find(wanted) == {name: every.index(name) for name in wanted[:3]}
+    assert asked == [16]  # of the rows 0, 1, 7 and 49
+    assert samples.find([]) == {}
+
+
 @pytest.mark.parametrize("packing", [None, 64])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 3])
