@@ -96,6 +96,26 @@ def test_every_sample_once_and_windows_agree(packing: Any, replicas: int, accumu
         assert sum(len(list(loader)) for loader in loaders) == len(loaders[0]) * replicas
 
 
+@pytest.mark.parametrize(("micro_batch_size", "accumulate"), [(1, 1), (2, 3)])
+def test_a_position_late_in_an_epoch_is_reached_without_the_steps_before(
+    micro_batch_size: int, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = BatchPlan(micro_batch_size, token_budget=64, shuffle=True, seed=3, replicas=2)
+    loader = PackedBatchLoader(
+        samples_of([3 + i % 9 for i in range(200)]), plan, replica=1, accumulate=lambda: accumulate
+    )
+    whole = list(loader.micro_batches(5))
+    assert [list(loader.micro_batches(5, at)) for at in range(len(whole) + 1)] == [
+        whole[at:] for at in range(len(whole) + 1)
+    ]
+    dealt, windows = list[int](), BatchPlan.windows
+    monkeypatch.setattr(
+        BatchPlan, "windows", lambda self, units, *rest: dealt.append(len(units)) or windows(self, units, *rest)
+    )
+    assert next(loader.micro_batches(5, len(whole) - 1)) == whole[-1]
+    assert dealt[0] <= 2 * micro_batch_size * accumulate
+
+
 def test_the_samples_of_a_step_do_not_depend_on_the_split() -> None:
     samples = samples_of([5, 9, 4, 7, 8, 6, 3, 2, 5, 9, 4, 7])
 
