@@ -5,13 +5,14 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from lit_callbacks.report.report_data import ENVIRONMENT, Points, read_metrics
+from lit_callbacks.report.report_data import ENVIRONMENT, Points, read_last_metrics, read_metrics
 
 from lit_ft.board.processes import Processes, last_line, log_tail
 from lit_ft.errors import RecipeError
@@ -24,8 +25,11 @@ BOARD = "board"
 """Folder in a run's folder with the records and logs of processes that the board has started."""
 DEPTH = 4
 """Levels of folders below a folder of runs that are searched."""
+_LISTED = ("train/loss", "val/loss")
+"""Metrics whose last values the list of runs shows."""
 _MARKS = ("checkpoints", ".lock", "finished.json", "metrics.csv", "environment.json")
 _STEP = re.compile(r"^step [\d,]+ of ([\d,]+)|, ([\d,]+) optimizer steps;", re.MULTILINE)
+_Content = TypeVar("_Content")
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,6 @@ class Runs:
         """
         self.roots = [root.expanduser().resolve() for root in roots]
         self._processes = processes
-        self._curves: dict[Path, tuple[tuple[int, int], dict[str, Points]]] = {}
 
     def folders(self) -> dict[str, Path]:
         """Folders of all runs by name."""
@@ -105,25 +108,16 @@ class Runs:
 
     def summary(self, name: str, run: RunFolder) -> Summary:
         """Summary of a run."""
-        curves = self.curves(run)
+        logged = _read(_last_logged, run) or _Logged(0, None, None)
         state, failure = self._state(run)
-        logged = max((points[-1][0] for points in curves.values() if points), default=0)
-        step = finished_step(run.finished) or int(logged)
-        last = {key: points[-1][1] for key, points in curves.items() if points}
-        loss, val_loss = last.get("train/loss"), last.get("val/loss")
-        return Summary(name, run, state, step, self._steps(run), loss, val_loss, _changed(run.root), failure)
+        step = finished_step(run.finished) or logged.step
+        return Summary(
+            name, run, state, step, self._steps(run), logged.loss, logged.val_loss, _changed(run.root), failure
+        )
 
     def curves(self, run: RunFolder) -> dict[str, Points]:
         """Logged metrics of a run: steps and values by name; read again only when the file has changed."""
-        path = run.root / "metrics.csv"
-        try:
-            stat = path.stat()
-            key = (stat.st_mtime_ns, stat.st_size)
-            if (known := self._curves.get(path)) is None or known[0] != key:
-                self._curves[path] = known = (key, read_metrics(path))
-        except (OSError, ValueError):  # not there yet, or being replaced
-            return {}
-        return known[1]
+        return _read(_curves, run) or {}
 
     def environment(self, run: RunFolder) -> dict[str, Any]:
         """Versions, times and peak memory that ``RunReport`` writes; empty before."""
@@ -153,6 +147,41 @@ class Runs:
     def _steps(self, run: RunFolder) -> int | None:
         steps = _STEP.findall(log_tail(log_of(run)))
         return int("".join(steps[-1]).replace(",", "")) if steps else None
+
+
+class _Logged(NamedTuple):
+    """What a run has logged last."""
+
+    step: int
+    loss: float | None
+    val_loss: float | None
+
+
+Stamp = tuple[int, int]
+"""Time of change (ns) and size of a file."""
+
+
+@lru_cache(maxsize=10_000)
+def _last_logged(metrics: Path, stamp: Stamp) -> _Logged:
+    curves = read_last_metrics(metrics, _LISTED)
+    step = max((points[-1][0] for points in curves.values()), default=0)
+    loss, val_loss = (curves[name][-1][1] if name in curves else None for name in _LISTED)
+    return _Logged(int(step), loss, val_loss)
+
+
+@lru_cache(maxsize=8)  # those of runs that are looked at: of a thousand runs they would take gigabytes
+def _curves(metrics: Path, stamp: Stamp) -> dict[str, Points]:
+    return read_metrics(metrics)
+
+
+def _read(read: Callable[[Path, Stamp], _Content], run: RunFolder) -> _Content | None:
+    """What a function reads of a run's logged metrics; None where there are none."""
+    metrics = run.root / "metrics.csv"
+    try:
+        stat = metrics.stat()
+        return read(metrics, (stat.st_mtime_ns, stat.st_size))
+    except (OSError, ValueError):  # not there yet, or being replaced
+        return None
 
 
 def title_of(name: str, run: RunFolder) -> str:

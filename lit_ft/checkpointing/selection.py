@@ -186,7 +186,7 @@ def _header(path: Path) -> _Header:
     return _read_header(path, identity_of(path / META if has_meta else path))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=10_000)  # all checkpoints of a run, which are looked at several times
 def _read_header(path: Path, identity: Identity) -> _Header:
     """Header of a checkpoint, read once while its file stays the same: unpickling takes tens of milliseconds."""
     file = path / META if path.is_dir() else path

@@ -174,8 +174,7 @@ class DataSplits(UserDict[str, Samples]):
     def texts(self, ids: Sequence[str]) -> dict[str, str]:
         """Decoded text of training samples, by their ids; unknown ids are left out."""
         samples = self["train"]
-        indices = dict(zip(samples.ids(range(len(samples))), range(len(samples)), strict=True))
-        return {name: self.tokenizer.decode(samples[indices[name]][0]) for name in ids if name in indices}
+        return {name: self.tokenizer.decode(samples[i][0]) for name, i in samples.find(ids).items()}
 
 
 _VERBS = {"train": "train", "val": "validate", "test": "test"}

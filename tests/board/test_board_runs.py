@@ -139,6 +139,16 @@ def test_steps_of_a_run_are_read_from_its_log_and_metrics_again_when_they_change
     assert (runs.summaries()[0].step, runs.summaries()[0].loss) == (10, 0.125)
 
 
+def test_the_list_neither_reads_nor_keeps_the_curves_of_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        make_run(tmp_path / "a" / f"run-{number}", steps=5000)
+    monkeypatch.setattr("lit_ft.board.runs.read_metrics", lambda path: pytest.fail(f"all of {path} is read"))
+    found = Runs([tmp_path / "a"], Processes()).summaries()
+    assert [(one.step, one.loss, one.val_loss) for one in found] == [(5000, 1 / 5000, 2.5)] * 3
+
+
 def test_a_long_curve_is_thinned_to_means_and_without_what_is_not_finite() -> None:
     assert thinned([(1, 2.0), (2, 4.0), (3, float("nan")), (4, 6.0)], 2) == [[2, 3.0], [4, 6.0]]
     assert len(thinned([(step, 1.0) for step in range(10_001)], 400)) <= 400

@@ -289,6 +289,14 @@ def test_what_a_checkpoint_says_is_read_once_and_anew_after_a_replacement(
     assert str(path) not in Path("/proc/self/maps").read_text()  # a removed checkpoint takes no space on the disk
 
 
+def test_each_of_many_checkpoints_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [save_file(tmp_path / f"epoch=0-step={step}.ckpt", step) for step in range(70)]
+    reads, load = list[Path](), torch.load
+    monkeypatch.setattr(torch, "load", lambda file, **options: reads.append(file) or load(file, **options))
+    assert [newest_of(tmp_path.glob("*.ckpt")) for _ in range(2)] == [paths[-1]] * 2
+    assert sorted(reads) == sorted(paths)
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, kind: str

@@ -55,6 +55,19 @@ def test_arrays_are_written_part_by_part(tmp_path: Path) -> None:
     assert np.load(tmp_path / "none.npy", mmap_mode="r").shape == (0,)
 
 
+def test_samples_are_found_by_their_ids_without_the_ids_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, lengths = np.arange(400, dtype=np.int32), np.full(100, 4)
+    halves = collect(ids, ids, lengths, np.repeat(np.arange(50), 2))  # two samples of each row
+    samples, asked = join([halves, halves], ["a.1", "b"]), list[int]()
+    every = samples.ids(range(len(samples)))
+    all_ids = Samples.ids
+    monkeypatch.setattr(Samples, "ids", lambda self, chosen: asked.append(len(chosen)) or all_ids(self, chosen))
+    wanted = ["b:49.1", "a.1:7", "b:0", "b:50", "c:1", "b", "a.1:7.2"]
+    assert samples.find(wanted) == {name: every.index(name) for name in wanted[:3]}
+    assert asked == [16]  # of the rows 0, 1, 7 and 49
+    assert samples.find([]) == {}
+
+
 @pytest.mark.parametrize("packing", [None, 64])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -81,6 +94,26 @@ def test_every_sample_once_and_windows_agree(packing: Any, replicas: int, accumu
         if budget is not None and packing is None:
             assert all(sum(lengths[i] for i in batch) <= budget for share in dealt for batch, _, _ in share)
         assert sum(len(list(loader)) for loader in loaders) == len(loaders[0]) * replicas
+
+
+@pytest.mark.parametrize(("micro_batch_size", "accumulate"), [(1, 1), (2, 3)])
+def test_a_position_late_in_an_epoch_is_reached_without_the_steps_before(
+    micro_batch_size: int, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = BatchPlan(micro_batch_size, token_budget=64, shuffle=True, seed=3, replicas=2)
+    loader = PackedBatchLoader(
+        samples_of([3 + i % 9 for i in range(200)]), plan, replica=1, accumulate=lambda: accumulate
+    )
+    whole = list(loader.micro_batches(5))
+    assert [list(loader.micro_batches(5, at)) for at in range(len(whole) + 1)] == [
+        whole[at:] for at in range(len(whole) + 1)
+    ]
+    dealt, windows = list[int](), BatchPlan.windows
+    monkeypatch.setattr(
+        BatchPlan, "windows", lambda self, units, *rest: dealt.append(len(units)) or windows(self, units, *rest)
+    )
+    assert next(loader.micro_batches(5, len(whole) - 1)) == whole[-1]
+    assert dealt[0] <= 2 * micro_batch_size * accumulate
 
 
 def test_the_samples_of_a_step_do_not_depend_on_the_split() -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import tracemalloc
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from lit_ft import RecipeError
 from lit_ft.data.template_check import compare_with_template
 from lit_ft.data.text.chat_template import BUILT_IN, ChatTemplate, set_chat_template
 from lit_ft.data.text.formats import messages
-from lit_ft.data.text.rendering import expected_answer, prompt_of
+from lit_ft.data.text.rendering import chat_samples, expected_answer, prompt_of
 from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.data.tokens.tokenization import NOTES, Tokenization
 from lit_ft.data.tokens.truncation import Encoded
@@ -407,6 +408,18 @@ def test_golden_ids_of_chatml() -> None:
     prompt = [start, *pieces["user\n红 book"], end, newline, start, *pieces["assistant\n"]]
     assert ids == [*prompt, *pieces["a lamp"], end]
     assert labels == [IGNORE_INDEX] * len(prompt) + [*pieces["a lamp"], end]
+
+
+def test_memory_does_not_grow_with_the_square_of_the_turns() -> None:
+    turns = [{"role": role, "content": "a" * 1000} for role in ("user", "assistant")] * 200
+    chat, template = messages({"messages": turns}), ChatTemplate(of_case("chatml"))
+    text = template.render(chat.messages)
+    tracemalloc.start()
+    ((*_, last),) = chat_samples(chat, template, "assistant", "", [])
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert last == ("a" * 1000 + "<|im_end|>", True)
+    assert peak_bytes < 10 * len(text)  # the texts up to each of 200 answers have 200 times its characters
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

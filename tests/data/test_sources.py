@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -239,6 +239,16 @@ def test_files_of_a_folder_that_are_no_rows(write: Any, tmp_path: Path, caplog: 
             RecipeError, match="c.json' is a link to 'gone.json', which does not exist; remove it, or put"
         ):
             read(path)
+
+
+def test_many_files_are_listed_without_a_comparison_of_each_with_all(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = [write(f"folder/{number:03d}.jsonl", LINES) for number in range(200)]
+    compared: list[object] = []
+    monkeypatch.setattr(PurePath, "__eq__", lambda self, other: bool(compared.append(other)) or str(self) == str(other))
+    assert Source(str(tmp_path / "folder")).files() == written
+    assert len(compared) <= 1000
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import csv
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ FIRST_BATCH = "first_batch.json"
 """File name of the first batch, which ``RunReport`` writes."""
 VALIDATION_ANSWERS = "validation_answers.jsonl"
 """File name of answers to held-out questions, each judged (``scored_answers``)."""
+LAST_BYTES = 2**14
+"""Size of the end of ``metrics.csv`` that ``read_last_metrics`` tries first: some 40 lines."""
 Points = list[tuple[float, float]]
 """Points of a curve: completed optimizer steps and value."""
 Json = dict[str, Any]
@@ -97,14 +100,34 @@ def read_metrics(path: Path) -> dict[str, Points]:
 
     A value that is not a number becomes NaN.
     """
-    curves: dict[str, Points] = defaultdict(list)
     with path.open(newline="", encoding="utf-8") as file:
-        for line, read in enumerate(csv.DictReader(file)):
-            row = {name: value for name, value in read.items() if name is not None}  # more values than columns
-            step = float(row.get("step") or line) + counts_from_zero(row)
-            for name, value in row.items():
-                if name not in ("step", "epoch") and value:
-                    curves[name].append((step, _number(value)))
+        return _curves(file)
+
+
+def read_last_metrics(path: Path, names: Collection[str]) -> dict[str, Points]:
+    """Curves of the last lines of ``metrics.csv``, of so many that each metric of ``names`` in the file has a point."""
+    block = LAST_BYTES
+    with path.open("rb") as file:
+        header = file.readline()
+        begin, end = file.tell(), file.seek(0, SEEK_END)
+        named = set(next(csv.reader([header.decode("utf-8")]), [])) & set(names)
+        while True:
+            file.seek(start := max(end - block, begin))
+            lines = file.read(end - start).splitlines(keepends=True)
+            curves = _curves(line.decode("utf-8") for line in (header, *lines[start > begin :]))
+            if start == begin or named <= curves.keys():
+                return curves
+            block *= 4
+
+
+def _curves(lines: Iterable[str]) -> dict[str, Points]:
+    curves: dict[str, Points] = defaultdict(list)
+    for line, read in enumerate(csv.DictReader(lines)):
+        row = {name: value for name, value in read.items() if name is not None}  # more values than columns
+        step = float(row.get("step") or line) + counts_from_zero(row)
+        for name, value in row.items():
+            if name not in ("step", "epoch") and value:
+                curves[name].append((step, _number(value)))
     return dict(curves)
 
 

@@ -301,10 +301,14 @@ class PackedBatchLoader:
         if not state["is_over"]:
             state["position"] = 0
 
-    def micro_batches(self, epoch: int = 0) -> Iterator[Piece]:
-        """Micro-batches of this replica in an epoch."""
-        self._micro_batches_per_step = self._accumulate()
-        return micro_batches(self._units(epoch), self.samples, self.plan, self.replica, self._micro_batches_per_step)
+    def micro_batches(self, epoch: int = 0, position: int = 0) -> Iterator[Piece]:
+        """Micro-batches of this replica in an epoch, from a position on."""
+        accumulate = self._micro_batches_per_step = self._accumulate()
+        # Without the optimizer steps before the position: to distribute them again takes time by their number.
+        begun = position - position % accumulate
+        rest = self._units(epoch)[begun * self.plan.micro_batch_size * self.plan.replicas :]
+        pieces = micro_batches(rest, self.samples, self.plan, self.replica, accumulate)
+        return islice(pieces, position - begun, None)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         # A generator: Lightning asks for the iterator before it restores the position, and draws from it after.
@@ -315,12 +319,11 @@ class PackedBatchLoader:
             self._position = 0  # an epoch that was left early starts again
         if self._position >= self.batches:
             self._epoch, self._position = self._epoch + 1, 0
-        sampler = islice(self.micro_batches(self._epoch), self._position, None)
         batches = batches_of(
             DataLoader(
                 _PackedBatches(self.samples),
                 batch_size=None,
-                sampler=sampler,
+                sampler=self.micro_batches(self._epoch, self._position),
                 collate_fn=_as_is,
                 num_workers=self._workers,
                 pin_memory=self._pin_memory,

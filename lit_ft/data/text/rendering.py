@@ -75,17 +75,18 @@ def chat_samples(
         return []
     if turns[-1] < len(chat.messages) - 1 and not _is_answer(chat, -1):
         notes.append("ends without answer")
-    befores = [_before(chat, i, template) for i in turns]
-    throughs = [_render(chat, i + 1, template) for i in turns]
-    template.check_seen(chat.messages[: turns[-1]], befores[-1])
-    if chat.tools and befores[-1] == _before(replace(chat, tools=None), turns[-1], template):
+    before_last = _before(chat, turns[-1], template)
+    template.check_seen(chat.messages[: turns[-1]], before_last)
+    if chat.tools and before_last == _before(replace(chat, tools=None), turns[-1], template):
         raise BadRow(f"{template.name} leaves out its 'tools'; give another template, or take them out of the row")
     if template.is_dated(chat.messages[: turns[-1] + 1], chat.tools):
         notes.append("dated")
     samples: list[list[Piece]] = [[]]
     done = ""
-    for i, before, through in zip(turns, befores, throughs, strict=True):
-        before, turn = _cut(chat, i, before, through, template, notes)
+    for i in turns:
+        # Turn by turn: the texts up to all of them together take memory by the square of their number.
+        before = before_last if i == turns[-1] else _before(chat, i, template)
+        before, turn = _cut(chat, i, before, _render(chat, i + 1, template), template, notes)
         turn, has_end = template.cut_after_end_of_turn(turn)
         if not turn.removesuffix(template.ending).strip():
             if not chat.messages[i]["content"].strip() and "tool_calls" not in chat.messages[i]:

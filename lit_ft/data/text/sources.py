@@ -161,7 +161,8 @@ class Source:
             raise RecipeError(f"{str(broken)!r} {_why_no_file(broken)}; remove it, or put back the file")
         if path.is_dir():
             _check_one_split(path, files)
-        return files, [f"{file.name}{' (a linked folder)' * file.is_dir()}" for file in candidates if file not in files]
+        kept = set(files)  # of a list, each search would compare each of thousands of files
+        return files, [f"{file.name}{' (a linked folder)' * file.is_dir()}" for file in candidates if file not in kept]
 
     def stamps(self) -> dict[Path, tuple[int, int]]:
         """Size and time of change (ns) of the files that hold the rows; nothing for a hub data set."""

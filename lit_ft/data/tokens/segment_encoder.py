@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
+from os.path import commonprefix
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -91,5 +93,17 @@ class TextEncoder:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    """Pattern of one group, the longest of some texts that is there."""
+    pattern = _branches(sorted(filter(None, set(texts))))
     return re.compile(f"({pattern})" if pattern else "((?!))")
+
+
+def _branches(texts: list[str]) -> str:
+    """Pattern of sorted texts that branches where they part: of a plain list, ``re`` would try each at each place."""
+    if len(texts) < 2:
+        return "".join(map(re.escape, texts))
+    start = commonprefix(texts)  # noqa: RUF071 (a prefix of characters, not of path parts)
+    rest = [text[len(start) :] for text in texts]
+    ends_here = not rest[0]
+    branches = [_branches(list(group)) for _, group in groupby(rest[ends_here:], key=itemgetter(0))]
+    return f"{re.escape(start)}(?:{'|'.join(branches)}){'?' * ends_here}"
