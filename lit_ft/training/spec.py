@@ -157,7 +157,8 @@ class TrainingSpec:
         torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
-        untrained_ends.warn(base, self.base.tokenizer)
+        if (tokenizer := self.base.tokenizer_in_use) is not None:
+            untrained_ends.warn(base, tokenizer)
         base.disable_input_require_grads()  # which PEFT enables too
         options = self.activation_offload, self.router_aux_loss
         forward = PackedForward(model, *options, compiled=self.compile, pad_rows_to=self.pad_rows_to)

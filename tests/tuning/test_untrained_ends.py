@@ -24,7 +24,9 @@ def warnings_of(
     set_chat_template(tokenizer, "chatml")
     tokenizer.save_pretrained(folder)
     peft = None if options is None else LoraConfig(r=2, target_modules=["q_proj"], **options)
-    CausalLM(str(folder), peft=peft).configure_model()
+    module = CausalLM(str(folder), peft=peft)
+    assert module.tokenizer.chat_template, "data reads the tokenizer before the model is built"
+    module.configure_model()
     return [text for warning in recwarn if "answers end with" in (text := str(warning.message))]
 
 
