@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.internals.lightning_internals import attributes_of
 
-from lit_ft.internals.lightning import running_epoch
+from lit_ft.internals.lightning import begun_micro_batches, running_epoch
 
 
 def accumulation(trainer: Trainer, epoch: int | None = None) -> int:
@@ -26,13 +26,18 @@ def accumulation(trainer: Trainer, epoch: int | None = None) -> int:
 
 
 def optimizer_steps(trainer: Trainer) -> int | float:
-    """Number of optimizer steps of the run, infinity or below 0 where it has no end; opens the training data."""
+    """Number of optimizer steps of the run, infinity or below 0 where it has no end; opens the training data.
+
+    When a resumed run starts, its earlier epochs count with the steps that they had, on more or fewer ranks perhaps.
+    """
     steps = trainer.estimated_stepping_batches
-    scheduler, batches = _scheduler(trainer), trainer.num_training_batches
-    if scheduler is None or trainer.max_epochs in (None, -1) or math.isinf(batches):
+    begun, batches = begun_micro_batches(trainer), trainer.num_training_batches
+    if (_scheduler(trainer) is None and begun is None) or trainer.max_epochs in (None, -1) or math.isinf(batches):
         return steps
-    epochs = range(max(trainer.max_epochs, 1))
-    steps = sum(math.ceil(batches / scheduler.get_accumulate_grad_batches(epoch)) for epoch in epochs)
+    first = 0 if begun is None else running_epoch(trainer)
+    taken = 0 if begun is None else trainer.global_step - math.ceil(begun / accumulation(trainer, first))
+    epochs = range(first, max(trainer.max_epochs, 1))
+    steps = taken + sum(math.ceil(batches / accumulation(trainer, epoch)) for epoch in epochs)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 

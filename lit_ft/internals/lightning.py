@@ -52,6 +52,11 @@ def running_epoch(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
 
 
+def begun_micro_batches(trainer: Trainer) -> int | None:
+    """Number of micro-batches of the running epoch that were begun before, as a resumed run starts; else None."""
+    return None if trainer.ckpt_path is None else trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
 def set_logged_steps(trainer: Trainer, steps: int) -> None:
     """Set the number under which Lightning logs the current step: a private counter, apart from ``global_step``."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps

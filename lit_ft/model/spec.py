@@ -57,6 +57,11 @@ class ModelSpec:
         return tokenizer
 
     @property
+    def tokenizer_in_use(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, where something has read it; None for data in token ids and a folder that holds none."""
+        return vars(self).get("tokenizer")
+
+    @property
     def added_ids(self) -> list[int]:
         """Ids of the added tokens."""
         vocabulary = self.tokenizer.get_vocab() if self.added_tokens or self.added_special_tokens else {}

@@ -19,7 +19,7 @@ from lit_ft.internals.lightning import TRAINED
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
-from lit_ft.training.optimizers.configure import PATTERN, check_total_steps
+from lit_ft.training.optimizers.configure import PATTERN, check_total_steps, follow_run
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions, check_same_schedule
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
@@ -70,6 +70,8 @@ class SavedState:
         """Give the optimizer that a checkpoint has restored the options that the recipe has changed since."""
         if self._recipe_options is not None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+            for schedule in schedules:
+                follow_run(schedule, trainer)
             self._recipe_options.take_over(trainer.optimizers[0], schedules)
             for schedule in schedules:  # which may have become the checkpoint's
                 check_total_steps(schedule, trainer)

@@ -27,7 +27,7 @@ from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.float32 import products, tensors
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
-from lit_ft.tuning import compatibility, fused_lora, lora_init
+from lit_ft.tuning import compatibility, fused_lora, lora_init, untrained_ends
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.targets import identity_experts
@@ -159,6 +159,8 @@ class TrainingSpec:
         torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
+        if (tokenizer := self.base.tokenizer_in_use) is not None:
+            untrained_ends.warn(base, tokenizer)
         base.disable_input_require_grads()  # which PEFT enables too
         tensors.keep(model)  # buffers of the adapter
         options = self.activation_offload, self.router_aux_loss

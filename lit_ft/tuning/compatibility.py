@@ -284,6 +284,8 @@ def check_method(peft: PeftConfig) -> None:
     """
     if peft.task_type not in (None, "CAUSAL_LM"):
         raise RecipeError(f"model.peft: task_type={peft.task_type} is not for causal language models; leave it out")
+    if peft.inference_mode:
+        raise RecipeError("model.peft: inference_mode=true, as saved adapters have it, trains nothing; leave it out")
     check_situation(peft, "packed")
     if peft.peft_type.value == "ADALORA" and peft.target_r >= peft.init_r:
         raise RecipeError(

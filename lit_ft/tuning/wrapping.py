@@ -130,10 +130,10 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
 
 
 def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:
-    """Refuse names in ``exclude_modules`` and ``modules_to_save`` that the model lacks, which PEFT passes over.
+    """Refuse modules and layers in further options that the model lacks, which PEFT passes over.
 
     Raises:
-        RecipeError: a name or the pattern matches no module; the message lists the model's linear layers.
+        RecipeError: a name, a pattern or a layer's number matches no module; the message lists what the model has.
     """
     options = peft.to_dict()
     saved = options.get("modules_to_save") or ()
@@ -148,6 +148,13 @@ def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:
                 f"model.peft {option} {missing} match nothing in {type(model).__name__}; correct or remove them; its "
                 f"linear layers are {linear_layers(model)}"
             )
+    given = options.get("layers_to_transform")
+    layers = {int(parts[0]) for name in names if (parts := [part for part in name.split(".") if part.isdecimal()])}
+    if beyond := sorted({given} - layers if isinstance(given, int) else set(given or ()) - layers):
+        raise RecipeError(
+            f"model.peft: layers_to_transform={given} has {beyond}, which {type(model).__name__} lacks; its layers are "
+            f"0 to {max(layers, default=0)}"
+        )
 
 
 def _unmatched(model: nn.Module, names_or_pattern: str | Collection[str], option: str) -> list[str]:

@@ -233,6 +233,11 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
             {1: False},
         ),
     ),
+    "messages, empty calls, as servers and Arrow write them": (
+        "messages",
+        chat(turn("user", "q", tool_calls=[]), turn("assistant", "a", tool_calls=[], function_call={})),
+        Chat([ASK, SAY]),
+    ),
     "messages, roles of ShareGPT": (
         "messages",
         chat(
@@ -433,7 +438,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ),
         (chat(ASK, CALLED, ASK), "item 3: the tool call before it has no result; put back the turn of role 'tool'"),
         (chat(turn("user", "q", tool_calls=[CALL_OF])), "item 1: 'tool_calls' belong to the assistant, not to 'user'"),
-        (chat(turn("assistant", "a", tool_calls=[])), "item 1: 'tool_calls' is empty; leave it out"),
+        (chat(ASK, turn("assistant", "", tool_calls=[])), "item 2: 'content' is empty; remove it, or the row"),
         (
             chat(turn("assistant", "a", tool_calls=["f"])),
             "item 1: a tool call is a str without a name; it needs 'name'",

@@ -180,6 +180,15 @@ def test_parquet_that_pyarrow_wrote(tmp_path: Path) -> None:
     ]
 
 
+def test_parts_of_parquet_without_rows(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    for name, texts in (("part-0.parquet", []), ("part-1.parquet", ["a"])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(texts, "string")}), tmp_path / name)
+    assert [row for _, row in read(tmp_path)] == [{"text": "a"}]
+
+
 def test_saved_data_sets(tmp_path: Path) -> None:
     import datasets
 

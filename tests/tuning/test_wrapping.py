@@ -1,10 +1,15 @@
 """Where the weights of an adapter are made. What tuning methods compute: test_tuning.py."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from tuning_methods import METHODS, PARAMETERS, TOKENS
 
+from lit_ft import RecipeError
 from lit_ft.checkpointing.storage.checkpoint_io import trainable_shapes
 from lit_ft.tuning.lora_init import needs_init
 from lit_ft.tuning.spec import TuningSpec
@@ -53,3 +58,23 @@ def test_adalora_trains_no_counts_in_another_dtype_or_without_weights(
     wrapped = add_peft(base, METHODS["AdaLoRA"])
     trained = {name.split(".")[-2] for name, weight in wrapped.named_parameters() if weight.requires_grad}
     assert trained == {"lora_A", "lora_B", "lora_E"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"layers_to_transform": [0, 9]},
+            "layers_to_transform=[0, 9] has [9], which Qwen2ForCausalLM lacks; its",
+        ),
+        (
+            {"layers_to_transform": 9},
+            "layers_to_transform=9 has [9], which Qwen2ForCausalLM lacks; its layers",
+        ),
+        ({"inference_mode": True}, "inference_mode=true, as saved adapters have it, trains nothing; leave it out"),
+    ],
+)
+def test_what_peft_passes_over_is_refused(model_folder: str, options: dict[str, Any], message: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    with pytest.raises(RecipeError, match=re.escape(f"model.peft: {message}")):
+        add_peft(base, LoraConfig(target_modules=["q_proj"], **options))

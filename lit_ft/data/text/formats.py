@@ -364,7 +364,8 @@ def _message(turn: Mapping[str, object], where: str, may_be_empty: bool) -> Mess
     if role not in _ROLES:
         raise BadRow(f"{where}: 'role' is {_shown(role)}; {_meant({}, role)}known are {', '.join(_ROLES)}")
     # Keys without a value are left out, as in Hugging Face: templates would print None.
-    message = {key: value for key, value in turn.items() if value is not None and key not in (*_MARKS, _MARK_OF_PARTS)}
+    unread = (*_MARKS, _MARK_OF_PARTS)
+    message = {key: value for key, value in turn.items() if _says(key, value) and key not in unread}
     message["role"] = role
     if "function_call" in message and "tool_calls" not in message:  # OpenAI's older form
         message["tool_calls"] = message.pop("function_call")
@@ -378,6 +379,11 @@ def _message(turn: Mapping[str, object], where: str, may_be_empty: bool) -> Mess
     content = message.get("content", "" if may_lack else None)
     message["content"] = _content(content, where, may_lack or may_be_empty)
     return message
+
+
+def _says(key: str, value: object) -> bool:
+    """Whether a key of a turn says anything; servers and Arrow's tables write an empty list for no calls."""
+    return value not in (EMPTY if key in ("tool_calls", "function_call") else (None,))
 
 
 def _calls_in(text: object, role: str, where: str) -> object:
@@ -464,8 +470,6 @@ def _tool(value: JsonObject, where: str) -> JsonObject:
 
 def _tool_calls(value: object, where: str) -> list[JsonObject]:
     calls = value if isinstance(value, list) else [value]
-    if not calls:
-        raise BadRow(f"{where}: 'tool_calls' is empty; leave it out")
     result = []
     for call in calls:
         if (

@@ -376,13 +376,15 @@ def _open(file: Path) -> IO[bytes] | gzip.GzipFile:
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     import datasets
+    from pyarrow.parquet import read_metadata
 
     try:
-        yield from _arrow_rows(
-            str(file), datasets.load_dataset("parquet", data_files=escape(str(file)), split="train", streaming=True)
-        )
+        if not read_metadata(file).num_rows:  # as some parts of Spark's output; `datasets` fails at it
+            return
+        rows = datasets.load_dataset("parquet", data_files=escape(str(file)), split="train", streaming=True)
     except (OSError, ValueError) as error:
         raise RecipeError(f"{file}: is not a Parquet file ({str(error).splitlines()[0]}); fix or remove it") from error
+    yield from _arrow_rows(str(file), rows)
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:

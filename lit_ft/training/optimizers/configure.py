@@ -112,6 +112,12 @@ def describe_own_rates(scheduler: object, given: Sequence[float], optimizer: Opt
     )
 
 
+def follow_run(schedule: object, trainer: Trainer) -> None:
+    """Give a schedule the length of a resumed run, which is known only once the steps before it are."""
+    if isinstance(schedule, WarmupSchedule) and schedule.has_length_of_run:
+        schedule.total_steps = _length(trainer, type(schedule).__name__)
+
+
 def check_total_steps(schedule: object, trainer: Trainer) -> None:
     """Refuse a ``OneCycleLR`` that would end the run with an error at the end of an epoch.
 

@@ -9,7 +9,7 @@ from torch.optim.optimizer import StateDict
 
 from lit_ft.errors import RecipeError
 
-_OF_THE_RECIPE = ("warmup", "total_steps", "final_fraction")
+_OF_THE_RECIPE = ("warmup", "total_steps", "final_fraction", "has_length_of_run")
 """Options of the schedules, which a resumed run takes from its recipe."""
 
 
@@ -30,7 +30,7 @@ class WarmupSchedule(LambdaLR):
         if not 0 <= warmup < math.inf or (warmup >= 1 and warmup != int(warmup)):
             raise RecipeError(f"warmup={warmup} must be a share below 1 or a whole number of optimizer steps")
         self.warmup = warmup
-        self.total_steps = total_steps
+        self.total_steps, self.has_length_of_run = total_steps, total_steps is None
         super().__init__(optimizer, self.factor)
 
     @property
