@@ -2,12 +2,13 @@
 
 import copy
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import AdaptionPromptConfig, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.adalora import AdaLoraLayer
@@ -148,6 +149,7 @@ def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:
                 f"model.peft {option} {missing} match nothing in {type(model).__name__}; correct or remove them; its "
                 f"linear layers are {linear_layers(model)}"
             )
+    _say_what_has_no_adapter(names, options.get("target_modules"), saved)
     given = options.get("layers_to_transform")
     layers = {int(parts[0]) for name in names if (parts := [part for part in name.split(".") if part.isdecimal()])}
     if beyond := sorted({given} - layers if isinstance(given, int) else set(given or ()) - layers):
@@ -155,6 +157,26 @@ def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:
             f"model.peft: layers_to_transform={given} has {beyond}, which {type(model).__name__} lacks; its layers are "
             f"0 to {max(layers, default=0)}"
         )
+
+
+def _say_what_has_no_adapter(names: Sequence[str], targets: str | Collection[str] | None, saved: Iterable[str]) -> None:
+    """Name target modules that train in full, or are in a module that does: PEFT gives them no adapter."""
+    if targets is None or targets == "all-linear":
+        return
+    found = [name for name in names if any(re.match(rf"(^|.*\.){one}($|\..*)", name) for one in saved)]
+    if isinstance(targets, str):
+        both = [name for name in found if re.fullmatch(targets, name)]
+    else:
+        both = [name for name in found if any(name == one or name.endswith(f".{one}") for one in targets)]
+    if both:
+        rank_zero_warn(
+            f"model.peft: target_modules and modules_to_save both name {_last(both)}: trained in full, without an "
+            "adapter; take them out of one of the two"
+        )
+
+
+def _last(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def _unmatched(model: nn.Module, names_or_pattern: str | Collection[str], option: str) -> list[str]:
@@ -254,7 +276,7 @@ def _frozen(module: nn.Module) -> set[nn.Parameter]:
 
 
 def check_numbers(peft: PeftConfig) -> None:
-    """Refuse a rank below 1 and dropout that is no probability; PEFT leaves out dropout that is negative.
+    """Refuse a rank below 1, dropout that is no probability (PEFT leaves out a negative one), and negative token ids.
 
     Raises:
         RecipeError: a number is out of range; the message names it.
@@ -273,6 +295,10 @@ def check_numbers(peft: PeftConfig) -> None:
             raise RecipeError(f"model.peft: num_virtual_tokens={value} must be 1 or more, e.g. 20")
         if name.endswith("dropout") and not 0 <= value < 1:
             raise RecipeError(f"model.peft: {name}={value} must be at least 0 and below 1, e.g. 0.05")
+    rows = peft.to_dict().get("trainable_token_indices") or []
+    ids = [row for side in rows.values() for row in side] if isinstance(rows, dict) else rows
+    if negative := [row for row in ids if row < 0]:
+        raise RecipeError(f"model.peft: trainable_token_indices has {negative[0]}; token ids are 0 or more")
 
 
 def check_ranks(model: PeftModel) -> None:

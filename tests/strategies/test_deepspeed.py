@@ -629,9 +629,7 @@ def test_weights_that_are_rounded_are_named(tmp_path: Path, write_rows: Any, fol
     folder = save_model("deepseek_v3", tmp_path, layers=2)
     write_rows(count=8)
     [[said]] = on_ranks(1, said_of_rounded_weights, folder, *ROUNDED[name], timeout=90)
-    assert said.startswith(
-        "1 weights are in half precision that transformers keeps in float32, e.g. model.layers.1.mlp."
-    )
+    assert said.startswith("weights that transformers keeps in float32 are in half precision (1: model.layers.1.mlp.")
     assert on_ranks(1, said_of_rounded_weights, folders(), *ROUNDED[name], timeout=90) == [[]]
 
 

@@ -78,3 +78,18 @@ def test_what_peft_passes_over_is_refused(model_folder: str, options: dict[str, 
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     with pytest.raises(RecipeError, match=re.escape(f"model.peft: {message}")):
         add_peft(base, LoraConfig(target_modules=["q_proj"], **options))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], r".*\.(q|down)_proj"])
+def test_targets_that_train_in_full_are_named(model_folder: str, targets: list[str] | str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    with pytest.warns(UserWarning, match="both name down_proj: trained in full, without an adapter"):
+        wrapped = add_peft(base, LoraConfig(target_modules=targets, modules_to_save=["mlp"]))
+    assert not [name for name, _ in wrapped.named_parameters() if "mlp" in name and "lora" in name]
+
+
+@pytest.mark.parametrize("rows", [[3, -1], {"embed_tokens": [-1]}])
+def test_a_negative_token_id_is_refused(model_folder: str, rows: list[int] | dict[str, list[int]]) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    with pytest.raises(RecipeError, match="^model.peft: trainable_token_indices has -1; token ids are 0 or more"):
+        add_peft(base, LoraConfig(target_modules=["q_proj"], trainable_token_indices=rows))

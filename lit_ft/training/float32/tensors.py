@@ -65,7 +65,7 @@ def warn_of_rounded(model: PreTrainedModel) -> None:
     ]
     if rounded:
         holds = (
-            f"{len(rounded):,} weights are in half precision that transformers keeps in float32, e.g. {rounded[0]}; "
+            f"weights that transformers keeps in float32 are in half precision ({len(rounded):,}: {rounded[0]}, ...); "
             "trainer.precision=32-true keeps them too, except at stage=3 of DeepSpeed"
         )
         architectures.check_rounded(model.config, holds)

@@ -63,7 +63,9 @@ def test_copies_that_train_are_cast(tmp_path: Path) -> None:
     module.to(torch.bfloat16)
     kept = {name for name, parameter in module.named_parameters() if parameter.dtype == torch.float32}
     assert kept == {"model.base_model.model.model.layers.1.mlp.gate.original_module.weight"}
-    with pytest.warns(UserWarning, match="^1 weights are in half precision .*gate.modules_to_save.default.weight; tr"):
+    with pytest.warns(
+        UserWarning, match=r"^weights that .* in half precision \(1: .*gate.modules_to_save.default.weight, "
+    ):
         tensors.warn_of_rounded(module._packed.base)
 
 
@@ -75,7 +77,7 @@ def test_nothing_is_said_of_weights_that_stay(tmp_path: Path, recwarn: pytest.Wa
 
 def test_trained_weights_are_cast_and_named(make_trainer: Any, write_rows: Any, tmp_path: Path) -> None:
     data, module = TextDataModule(write_rows(count=8), max_length=96), CausalLM(save_model("deepseek_v3", tmp_path))
-    with pytest.warns(UserWarning, match=r"weights are in half precision that .*; the loss differs from that of the"):
+    with pytest.warns(UserWarning, match=r"are in half precision \(.*; the loss differs from that of the"):
         make_trainer(max_steps=1, precision="bf16-true").fit(module, data)
 
 
@@ -83,5 +85,5 @@ def test_a_model_that_cannot_compute_with_them_is_refused(make_trainer: Any, wri
     tiny_config("inkling2_text").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     data = TextDataModule(write_rows(count=8), max_length=96)
-    with pytest.raises(RecipeError, match=r"weights are in half precision .*: inkling2_text multiplies values in fp32"):
+    with pytest.raises(RecipeError, match=r"are in half precision \(.*: inkling2_text multiplies values in fp32"):
         make_trainer(max_steps=1, precision="bf16-true").fit(CausalLM(str(tmp_path), init="random"), data)
