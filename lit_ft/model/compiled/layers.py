@@ -1,5 +1,6 @@
 """Decoder layers compiled by torch.compile, each as one graph where its architecture allows it."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -118,6 +119,10 @@ class _OneGraph:
         else:
             self._compiled = torch.compile(self._plain, **self._options)
         return self._compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> object:
+        """Forward pass of a copy of the layer, not compiled: the compiled one computes with this layer's weights."""
+        return copy.deepcopy(self._plain, memo)
 
     def _report(self, reason: str) -> None:
         outcome = "is several graphs, not one, which is slower"

@@ -1,5 +1,6 @@
 """Decoder layers as graphs: their number for rows of any kind, and the numbers that they give."""
 
+import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +82,19 @@ def test_a_layer_is_one_graph_for_one_sample_and_one_for_several(
 def tiny_qwen2(tmp_path: Path) -> str:
     """Four equal layers."""
     return save_model("qwen2", tmp_path / "model")
+
+
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(tiny_qwen2: str) -> None:
+    """A merge compares the logits of a copy, once with the adapter and once without."""
+    module = CausalLM(tiny_qwen2, compile="eager", attn_implementation="sdpa")
+    module.configure_model()
+    copied, ids = copy.deepcopy(module.model), torch.arange(3, 20)[None]
+    with torch.no_grad():
+        logits = module.model(input_ids=ids).logits
+        for parameter in module.model.model.layers.parameters():
+            parameter.zero_()
+        torch.testing.assert_close(copied(input_ids=ids).logits, logits)
+        assert not torch.allclose(module.model(input_ids=ids).logits, logits)
 
 
 def test_sliding_windows_and_experts_are_in_the_graph(tmp_path: Path) -> None:
