@@ -152,8 +152,7 @@ class TrainingSpec:
         rotary_embedding.keep_samples_apart(base)
         token_mixers.keep_samples_apart(base)
         identity_experts.give_others_a_gradient(base)
-        in_float32 = weights_in_float32(base)
-        products.keep(base, in_float32)
+        products.keep(base, in_float32 := weights_in_float32(base))
         tensors.keep(base, in_float32)
         # Some models draw while they are built, though not where they are built without memory for weights.
         torch.manual_seed(process.seed())
