@@ -1,7 +1,7 @@
 """The packed batch: the padding-free layout of a micro-batch, shared by data and model.
 
 The samples of a micro-batch are concatenated into one sequence of T tokens; position ids restart at 0
-with each sample, and attention is block-diagonal (see ``model/packed_attention.py``). Labels are shifted here and
+with each sample, and attention is block-diagonal (see ``model/attention``). Labels are shifted here and
 nowhere else: ``predict_at[i]`` is the index of the token whose hidden state predicts ``targets[i]``.
 A *window* is the micro-batches of one optimizer step.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.attention
 
-The result is the reason why ``lit_ft.model.packed_attention`` computes short bf16 segments in fp32 on CPU. The heads
+The result is the reason why ``lit_ft.model.attention.packed_attention`` computes short bf16 segments in fp32 on CPU. The heads
 are those of Qwen2.5-0.5B.
 """
 

@@ -23,6 +23,7 @@ from lit_ft.gguf.verification import check_tensors, check_with_llama
 from lit_ft.gguf.vocabulary import special_tokens_of, vocabulary_of
 from lit_ft.gguf.weights import ModelWeights
 from lit_ft.gguf.writing import AdapterWeights, TokenizerEntries, write_adapter, write_model
+from lit_ft.internals.transformers import portable_attention
 
 MODEL, BASE, ADAPTER = "model-{}.gguf", "base-{}.gguf", "adapter.gguf"
 """Names of the files; with the type of the weights."""
@@ -176,7 +177,7 @@ def write_adapter_folder(
         peft, model = temporary / "peft", HuggingFaceModel(temporary / "base", tokenizer)
         save_peft(peft)
         base = build_base().eval()
-        base.set_attn_implementation("sdpa")
+        base.set_attn_implementation(portable_attention(base))
         save_merged(base, model.folder, tokenizer, texts=generation_texts(base, tokenizer), text_only=True)
         base_type = weight_type or _BY_DTYPE[base.dtype]
         base_file, adapter_file = temporary / BASE.format(base_type), temporary / ADAPTER

@@ -81,6 +81,30 @@ attention_backward_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_
 """Gradients of ``attention_for_cpu``, from its results."""
 
 
+def varlen_backward(
+    rows: Sequence[Tensor],
+    log_sums: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float | None,
+    window_size: tuple[int, int],
+) -> Sequence[Tensor]:
+    """Gradients of q, k and v of ``varlen_attn``, from its results, whose sums may be others than the kernel returned.
+
+    Args:
+        rows: gradient of the output, queries, keys, values and the output, ``(T, heads, head_dim)`` each.
+        log_sums: logarithms of the sums in the softmax, ``(heads, T)``.
+        ends: cumulative lengths of the segments of queries and of keys.
+        longest: tokens of the longest segment, of queries and of keys.
+        scaling: ``scale`` of ``varlen_attn``; so is ``window_size``.
+    """
+    is_causal = window_size == (-1, 0)
+    state = torch.zeros(2, dtype=torch.uint64, device=log_sums.device)  # of dropout, of which there is none
+    return torch.ops.torch_attn._varlen_attn_backward(
+        *rows, log_sums, *ends, *longest, is_causal, state, scaling, list(window_size)
+    )
+
+
 def operators_of_attention() -> list[OpOverload]:
     """Operators by which torch computes SDPA and ``varlen_attn``, for the selection of activations that are kept."""
     from torch.nn.attention import varlen  # noqa: F401  # registers its operator

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from lit_callbacks.internals.transformers_internals import attention_implementation as attention_implementation
+from lit_callbacks.internals.transformers_internals import portable_attention as portable_attention
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
@@ -144,18 +145,28 @@ def global_value(config: PretrainedConfig, name: str) -> int | None:
 def attention_functions(config: PretrainedConfig) -> set[str]:
     """Kinds of attention functions that compute a model's attention: ``eager``, and ``sdpa``, ``flash`` where declared.
 
-    Flash attention takes no mask, and neither of the two takes attention sinks or caps logits. A model whose sliding
-    window is in the mask alone (Phi-3.5-MoE) declares it all the same.
+    Flash attention takes no mask, and SDPA neither attention sinks nor capped logits. A model whose sliding window is
+    in the mask alone (Phi-3.5-MoE) declares it all the same.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM._model_mapping[type(config)]
-    code = inspect.getsource(sys.modules[model.__module__])
+    model, code = _model_class(config)
     has_window = getattr(config.get_text_config(), "sliding_window", None) is not None
     masks_window = has_window and "create_sliding_window_causal_mask" in code and "sliding_window=" not in code
     takes_any = "ALL_ATTENTION_FUNCTIONS" in code and not masks_window
     supported = {"eager"} | ({"sdpa"} if model._supports_sdpa else set())
     return supported | ({"flash"} if model._supports_flash_attn and takes_any else set())
+
+
+def has_sinks(config: PretrainedConfig) -> bool:
+    """Whether a model passes attention sinks to its attention function."""
+    return "s_aux=" in _model_class(config)[1]
+
+
+def _model_class(config: PretrainedConfig) -> tuple[type[PreTrainedModel], str]:
+    """Class of a config's causal LM, and the source of its module."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM._model_mapping[type(config)]
+    return model, inspect.getsource(sys.modules[model.__module__])
 
 
 def reads_boundaries(module: nn.Module) -> bool:

@@ -26,9 +26,9 @@ from transformers import (
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import virtual_tokens_in_answers
-from lit_ft.internals.transformers import attention_implementation
+from lit_ft.internals.transformers import attention_implementation, portable_attention
+from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.isolation import architectures
-from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.render_limits import render_chat
 from lit_ft.protocols import FinishReason
 
@@ -114,7 +114,7 @@ class SeededDraw(LogitsProcessor):
 def dense_implementation(model: PreTrainedModel) -> str:
     """Attention implementation for padded batches and a KV cache: the model's own, unless it is the packed one."""
     training = attention_implementation(model.config)
-    return "sdpa" if training == PACKED else training
+    return portable_attention(model) if training == PACKED else training
 
 
 @contextmanager

@@ -37,17 +37,18 @@ from lit_ft.errors import LIBRARY_ERRORS, NoSuchModel, RecipeError, explained, f
 from lit_ft.internals.transformers import (
     attention_functions,
     decoder_layer_classes,
+    has_sinks,
     outline_in,
     with_decoder,
     without_report_of_unused,
 )
 from lit_ft.model import quantization as quantized_base
+from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.config.known import unknown_architecture
 from lit_ft.model.config.overrides import Overrides, with_overrides
 from lit_ft.model.files import deferred_cast, finite_weights, size_check, text_part
 from lit_ft.model.files.weight_files import check_weight_files
 from lit_ft.model.isolation import architectures
-from lit_ft.model.packed_attention import PACKED
 
 CONFIG_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, StrictDataclassError)
 """Exceptions of transformers for a bad config.json."""
@@ -193,15 +194,15 @@ DENSE = "dense"
 def pick_attention(config: PretrainedConfig, requested: str) -> str:
     """Name of the attention function: ``auto`` is packed attention where flash attention and SDPA are supported too.
 
-    Both take queries, keys and values alone: no mask of the model's own making, no sinks, no capped logits. Where one
-    is not supported, the other or ``eager`` computes what the model needs, sample by sample. ``DENSE`` is the one of
-    these two, for padded batches and a KV cache.
+    Both take queries, keys and values alone: no mask of the model's own making, no capped logits. Attention sinks are
+    what SDPA lacks and packed attention has. Where it does not apply, SDPA or ``eager`` computes what the model needs,
+    sample by sample. ``DENSE`` is the one of these two, for padded batches and a KV cache.
     """
     if requested not in ("auto", DENSE):
         check_attention(requested, config)
         return requested
     functions = attention_functions(config)
-    is_packed = requested == "auto" and {"flash", "sdpa"} <= functions
+    is_packed = requested == "auto" and "flash" in functions and ("sdpa" in functions or has_sinks(config))
     return PACKED if is_packed else "sdpa" if "sdpa" in functions else "eager"
 
 

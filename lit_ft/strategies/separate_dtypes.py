@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lit_ft.errors import RecipeError
-from lit_ft.model.compiled.layers import is_compiled
+from lit_ft.model.compiled_layers import is_compiled
 from lit_ft.model.isolation import token_mixers
 from lit_ft.training.float32.products import kept_modules
 

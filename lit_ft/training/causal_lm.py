@@ -25,8 +25,8 @@ from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_ste
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.internals.lightning import place_logged_values
+from lit_ft.model import compiled_layers
 from lit_ft.model.architecture import Decoder
-from lit_ft.model.compiled import layers as compiled_layers
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
 from lit_ft.model.isolation import architectures
 from lit_ft.model.loading import Dtype, Init

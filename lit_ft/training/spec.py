@@ -15,10 +15,9 @@ from lit_ft import process
 from lit_ft.errors import RecipeError
 from lit_ft.internals import liger_kernel
 from lit_ft.internals.transformers import enable_checkpointing, weights_in_float32
-from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
+from lit_ft.model import compiled_layers, liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
-from lit_ft.model.compiled import layers as compiled_layers
 from lit_ft.model.files.fingerprint import Fingerprint
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.spec import ModelSpec

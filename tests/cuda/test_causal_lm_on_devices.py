@@ -129,7 +129,7 @@ ON_CUDA: dict[str, dict[str, Any]] = {
     "CUDA graphs": {"compile": "reduce-overhead", "pad_rows_to": 64},
     "liger": {"liger": True},
 }
-"""tests/benchmarks/test_speed.py and tests/model/compiled compile on a CPU."""
+"""tests/benchmarks/test_speed.py and tests/model/test_compiled_layers.py compile on a CPU."""
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from devices import DEVICES, Calls, cases, relative_distance
 
-from lit_ft.model.packed_attention import packed_attention
+from lit_ft.model.attention.packed_attention import packed_attention
 
 HEADS = [(14, 2, 64, 64), (28, 4, 128, 128), (6, 2, 32, 32), (8, 8, 256, 256)]
 SEGMENTS = [[1], [7, 1, 300, 64], [4096], [130] * 31]
@@ -18,11 +18,13 @@ class Case(NamedTuple):
     lengths: list[int]
     window: int | None
     dtype: torch.dtype
+    has_sinks: bool = False
 
 
 def name_of(case: Case) -> str:
     heads = "x".join(map(str, case.heads))
-    return f"{heads}-{len(case.lengths)}x{max(case.lengths)}-{case.window}-{str(case.dtype)[6:]}"
+    sinks = "-sinks" if case.has_sinks else ""
+    return f"{heads}-{len(case.lengths)}x{max(case.lengths)}-{case.window}-{str(case.dtype)[6:]}{sinks}"
 
 
 def named(*made: Case) -> dict[str, Case]:
@@ -36,13 +38,19 @@ ON_CUDA = named(
         for lengths in SEGMENTS
         for window in (None, 32)
         for dtype in (torch.bfloat16, torch.float16)
-    )
+    ),
+    *(
+        Case((64, 8, 64, 64), lengths, window, torch.bfloat16, has_sinks=True)  # gpt-oss
+        for lengths in ([7, 1, 300, 64], [1024])
+        for window in (None, 128)
+    ),
 )
 ON_CPU = named(
     *(
-        Case((6, 2, 32, 32), [7, 1, 30], window, dtype)
+        Case((6, 2, 32, 32), [7, 1, 30], window, dtype, has_sinks)
         for window in (None, 5)
         for dtype in (torch.float32, torch.bfloat16)
+        for has_sinks in (False, True)
     )
 )
 FALLBACKS = named(
@@ -50,6 +58,7 @@ FALLBACKS = named(
     Case((4, 4, 48, 32), [7, 1, 30], 5, torch.bfloat16),  # multi-head latent attention
     Case((4, 2, 320, 320), [7, 1, 30], None, torch.bfloat16),
     Case((4, 2, 32, 32), [7, 1, 30], None, torch.float32),
+    Case((4, 2, 48, 32), [7, 1, 30], 5, torch.bfloat16, has_sinks=True),  # MiMo
 )
 
 
@@ -59,20 +68,23 @@ def inputs_of(case: Case, device: str) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     tokens = sum(case.lengths)
     drawn = [torch.randn(1, count, tokens, size, generator=draw).to(device, case.dtype) for count, size in shapes]
+    drawn += [torch.randn(heads, generator=draw).to(device, case.dtype)] if case.has_sinks else []
     return [tensor.requires_grad_() for tensor in drawn]
 
 
 def in_fp64(inputs: list[torch.Tensor], case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Attention with explicit masks, ``(1, T, heads, width)``, and its own copies of the inputs."""
     own = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    sinks = own[3] if case.has_sinks else own[0].new_full((case.heads[0],), -torch.inf)
     outputs = []
-    for q, k, v in zip(*(tensor.split(case.lengths, dim=2) for tensor in own), strict=True):
+    for q, k, v in zip(*(tensor.split(case.lengths, dim=2) for tensor in own[:3]), strict=True):
         groups = q.shape[1] // k.shape[1]
         logits = q @ k.repeat_interleave(groups, 1).mT * q.shape[-1] ** -0.5
         places = torch.arange(q.shape[2], device=q.device)
         back = places[:, None] - places
         seen = (back >= 0) & (back < (case.window or len(places)))
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        of_sinks = sinks[:, None, None].expand(1, -1, len(places), 1)
+        weights = torch.cat([logits.masked_fill(~seen, -torch.inf), of_sinks], -1).softmax(-1)[..., :-1]
         outputs.append(weights @ v.repeat_interleave(groups, 1))
     return torch.cat(outputs, dim=2).transpose(1, 2), own
 
@@ -80,10 +92,10 @@ def in_fp64(inputs: list[torch.Tensor], case: Case) -> tuple[torch.Tensor, list[
 def check(case: Case, device: str) -> Calls:
     """Compare output and gradients, with the tolerances of half precision; returns the operators that ran."""
     inputs = inputs_of(case, device)
+    options = {"sliding_window": case.window, "segment_lengths": case.lengths}
+    options |= {"s_aux": inputs[3]} if case.has_sinks else {}
     with Calls() as calls:
-        output, _ = packed_attention(
-            torch.nn.Module(), *inputs, None, sliding_window=case.window, segment_lengths=case.lengths
-        )
+        output, _ = packed_attention(torch.nn.Module(), *inputs[:3], None, **options)
     wanted, own = in_fp64(inputs, case)
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device)
     output.backward(gradient.to(output.dtype))

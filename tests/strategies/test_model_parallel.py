@@ -347,7 +347,7 @@ MORE: dict[str, tuple[str, Run, bool]] = {
     "NF4 base, dp2xpp2": ("dp2xpp2", Run({"peft": LORA, "quantization": NF4}), True),
     "NF4 base, cp2": ("cp2", Run({"peft": LORA, "quantization": NF4}), True),
     "rsLoRA, tp2": ("tp2", Run({"peft": LoraConfig(r=4, target_modules="all-linear", use_rslora=True)}), True),
-    # Takes 20 s on each rank; tests/model/test_packed_attention.py compares in any run what differs from tp2.
+    # Takes 20 s on each rank; tests/model/attention/test_packed_attention.py compares in any run what differs from tp2.
     **({"compiled, cp2": ("cp2", Run({"compile": "eager"}), True)} if EVERY_CASE else {}),
 }
 
@@ -534,11 +534,12 @@ CELLS = [
     ("granite", "PP2"),
     ("mixtral", "EP2"),
     ("gemma2", "CP2"),
+    ("gpt_oss", "CP2"),
 ]
 IN_EVERY_RUN: dict[tuple[str, str], str] = dict(in_turn(CELLS, WAYS))
 """Cells that every run compares, and the way to train."""
 REFUSED = {
-    **{(name, "CP2"): "has eager" for name in ("gemma2", "gpt_oss")},
+    ("gemma2", "CP2"): "has eager",
     **{(name, "CP2"): "mixes tokens in other ways" for name in ("nemotron_h", "qwen3_5_text")},
     **{("nemotron_h", column): "not say how NemotronHForCausalLM is split into stages" for column in ("PP2", THREE)},
     **{(name, "EP2"): "no plan for experts" for name in (*OWN, "qwen3_5_text", "minicpm3") if name not in EXPERTS},

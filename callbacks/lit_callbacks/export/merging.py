@@ -38,6 +38,7 @@ from lit_callbacks.internals.transformers_internals import (
     is_encoder_decoder,
     is_quantized,
     kept_in_fp32,
+    portable_attention,
     save_under_names_of,
     save_under_own_names,
 )
@@ -281,7 +282,8 @@ def _write_merged(
     without_repacking(trained)
     base = trained.get_base_model()
     if attention_implementation(base.config) not in ("eager", "sdpa"):
-        base.set_attn_implementation("sdpa")  # others may need an accelerator, or arguments of the training loop
+        # Others may need an accelerator, or arguments of the training loop.
+        base.set_attn_implementation(portable_attention(base))
     if dtype is not None and not is_quantized(base):
         # Merge in the wider of both dtypes and round once, so that the comparison measures that rounding only.
         _cast(trained, torch.promote_types(base.dtype, dtype), narrow=False)

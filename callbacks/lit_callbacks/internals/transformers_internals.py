@@ -39,6 +39,11 @@ def attention_implementation(config: PretrainedConfig) -> str:
     return str(config._attn_implementation)
 
 
+def portable_attention(model: PreTrainedModel) -> str:
+    """Name of an attention function that takes padded batches on any device: SDPA, or ``eager`` without support."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
     """Pattern that is found in the names of weights that transformers keeps in fp32 in a model of another dtype.
 

@@ -36,7 +36,7 @@ def options(checkpointing: Checkpointing, in_graph: bool = False) -> dict[str, o
 
 
 def _kept() -> list[OpOverload]:
-    from lit_ft.model.compiled import attention  # noqa: F401  # registers the operator of compiled layers on a CPU
+    from lit_ft.model.attention import segments  # noqa: F401  # registers the operator of compiled layers on a CPU
 
     products = [getattr(torch.ops.aten, name).default for name in _PRODUCTS]
     return [*products, *operators_of_attention(), torch.ops.lit_ft.attend_to_segments.default]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_ft.model.packed_attention import local_ranges
+from lit_ft.model.attention.packed_attention import local_ranges
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 
@@ -24,7 +24,7 @@ class ContextParallel:
         self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
 
     def prepare(self, layers: Sequence[nn.Module]) -> None:
-        """Store the mesh in the attention layers, where ``lit_ft.model.packed_attention.packed_attention`` reads it."""
+        """Store the mesh in the attention layers, where packed attention reads it (``AttendsToAllRanks``)."""
         for layer in layers:
             for part in layer.modules():
                 part.context_mesh = self.mesh  # type: ignore[assignment]

@@ -16,9 +16,9 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals import torch as torch_internals
 from lit_ft.model import rotary_embedding
 from lit_ft.model.activations.checkpointing import Checkpointing
+from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_of, pick_attention
-from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.quantization import is_quantized
 from lit_ft.protocols import SplitsForward
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan

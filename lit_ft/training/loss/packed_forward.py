@@ -11,8 +11,8 @@ from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Decoder
-from lit_ft.model.compiled.attention import segments_of
-from lit_ft.model.compiled.layers import uses_inductor
+from lit_ft.model.attention.segments import segments_of
+from lit_ft.model.compiled_layers import uses_inductor
 from lit_ft.model.isolation import lengths as current_lengths
 from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, pad_to_multiple

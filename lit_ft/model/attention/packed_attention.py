@@ -4,33 +4,33 @@ Registered with transformers' ``AttentionInterface`` under ``PACKED``, so that m
 No mask is built: causal attention is computed within each sample (segment) of the packed batch. On CUDA several
 segments are one variable-length flash-attention call where it applies (``takes_varlen``). A single one, and each of
 them elsewhere, is an SDPA call, which chooses the fastest kernel of the device. In a graph of torch.compile the
-boundaries of the segments are a tensor (``compiled.attention.Segments``), and attention is one operator.
+boundaries of the segments are a tensor (``Segments``), and attention is one operator. So it is with attention sinks,
+which SDPA does not know (``attend_with_sinks``).
 
 Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, T, heads, head_dim)``.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from inspect import signature
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from lit_callbacks.distributed.host_copy import queued_copy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from lit_ft.errors import RecipeError
-from lit_ft.model.compiled.attention import CPU_FP32_BELOW, Segments, attend, takes_segments
+from lit_ft.model.attention import varlen
+from lit_ft.model.attention.segments import CPU_FP32_BELOW, Segments, attend, takes_segments
+from lit_ft.model.attention.sinks import attend_with_sinks
+from lit_ft.model.attention.varlen import Boundaries, takes_varlen
 from lit_ft.model.isolation import lengths as current_lengths
 
 PACKED = "lit_ft_packed"
-
-_GROUPS_HEADS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 does not
 
 
 @runtime_checkable
@@ -38,6 +38,18 @@ class AttendsToAllRanks(Protocol):
     """Attention layer of which each rank has a part of the tokens (context parallelism)."""
 
     context_mesh: DeviceMesh
+
+
+class Variant(NamedTuple):
+    """What a layer's attention differs in from softmax over all tokens before."""
+
+    dropout: float = 0.0
+    scaling: float | None = None
+    """Factor on attention logits; None for 1 / sqrt(head_dim)."""
+    window: int | None = None
+    """Number of tokens that a position attends to, itself included; None for its full segment."""
+    sinks: Tensor | None = None
+    """Logits ``(heads,)`` that take a share of the softmax and have no value; None for none."""
 
 
 def packed_attention(
@@ -62,46 +74,38 @@ def packed_attention(
             architectures do not pass them on, and then it is those that are set for the batch.
         segments: their boundaries, for a compiled layer.
         sliding_window: number of tokens that a position attends to, itself included; None for its full segment.
+        s_aux: attention sinks ``(heads,)``, as transformers calls them.
 
     Raises:
         RecipeError: the model needs a variant that is not supported, or was called without a packed batch.
     """
-    if softcap is not None or s_aux is not None:
+    if softcap is not None:
         raise RecipeError(
-            "this architecture caps its attention logits or uses attention sinks, which packed attention "
-            "does not compute; set model.attn_implementation to eager"
+            "this architecture caps its attention logits, which packed attention does not compute; set "
+            "model.attn_implementation to eager"
         )
     query, key, value = _in_one_dtype(query, key, value)
+    variant = Variant(dropout, scaling, sliding_window, s_aux)
     if torch.compiler.is_compiling() and segments is not None and attention_mask is None:
         shards_tokens = hasattr(module, "context_mesh")
-        if not shards_tokens and _fits_a_graph(query, value, segments, dropout, sliding_window):
-            return _in_graph(query, key, value, segments, dropout, scaling, sliding_window), None
-    return _by_lengths(module, query, key, value, attention_mask, dropout, scaling, sliding_window, segment_lengths)
+        if not shards_tokens and _fits_a_graph(query, value, segments, variant):
+            return _in_graph(query, key, value, segments, variant), None
+    return _by_lengths(module, query, key, value, attention_mask, variant, segment_lengths), None
 
 
-def _fits_a_graph(query: Tensor, value: Tensor, segments: Segments, dropout: float, window: int | None) -> bool:
+def _fits_a_graph(query: Tensor, value: Tensor, segments: Segments, variant: Variant) -> bool:
     """Whether attention is an operator that torch.compile knows; else it is left out of the graph."""
-    is_plain = segments.ends is None and window is None
-    return is_plain or takes_varlen(query, value, dropout) or takes_segments(query, value, dropout)
+    is_plain = segments.ends is None and variant.window is None and variant.sinks is None
+    return is_plain or takes_varlen(query, value, variant.dropout) or takes_segments(query, value, variant.dropout)
 
 
-def _in_graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    if segments.ends is None and window is None:
-        return _segment(query, key, value, dropout, scaling, None).transpose(1, 2).contiguous()
+def _in_graph(query: Tensor, key: Tensor, value: Tensor, segments: Segments, variant: Variant) -> Tensor:
+    if segments.ends is None and variant.window is None and variant.sinks is None:
+        return _segment(query, key, value, variant).transpose(1, 2).contiguous()
     ends = segments.ends
     if ends is None:
-        ends = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
-    if query.device.type == "cpu":
-        return attend(query, key, value, ends, scaling, window).transpose(1, 2).contiguous()
-    return _varlen(query, key, value, (ends, ends), (segments.longest, segments.longest), scaling, window)
+        ends = query.shape[2] * torch.arange(2, dtype=torch.int32, device=query.device)  # without a copy from the host
+    return _in_one_call(query, key, value, Boundaries(ends, segments.longest), variant)
 
 
 # Excluded from torch.compile, which would recompile it for every list of lengths.
@@ -112,11 +116,9 @@ def _by_lengths(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
+    variant: Variant,
     segment_lengths: list[int] | None,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     if not segment_lengths and isinstance(module, AttendsToAllRanks):
         segment_lengths = list(current_lengths.current())
     segment_lengths = segment_lengths or current_lengths.lengths_of(query.shape[2])
@@ -127,26 +129,21 @@ def _by_lengths(
             "passes its attention a mask of its own, set model.attn_implementation to sdpa)"
         )
     if isinstance(module, AttendsToAllRanks):
-        mesh = module.context_mesh
-        return attend_to_all_ranks(query, key, value, mesh, segment_lengths, dropout, scaling, sliding_window), None
-    is_masked = sliding_window is not None and max(segment_lengths) > sliding_window
-    if (len(segment_lengths) > 1 or is_masked) and takes_varlen(query, value, dropout):
-        return attend_to_segments(query, key, value, segment_lengths, scaling, sliding_window), None
+        return attend_to_all_ranks(query, key, value, module.context_mesh, segment_lengths, variant)
+    is_masked = variant.window is not None and max(segment_lengths) > variant.window
+    needs_one_call = len(segment_lengths) > 1 or is_masked or variant.sinks is not None
+    if needs_one_call and takes_varlen(query, value, variant.dropout):
+        return attend_to_segments(query, key, value, segment_lengths, variant)
+    if variant.sinks is not None and takes_segments(query, value, variant.dropout):
+        return attend_to_segments(query, key, value, segment_lengths, variant)
     parts = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    outputs = [_segment(q, k, v, dropout, scaling, sliding_window) for q, k, v in parts]
+    outputs = [_segment(q, k, v, variant) for q, k, v in parts]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return joined.transpose(1, 2).contiguous(), None
+    return joined.transpose(1, 2).contiguous()
 
 
 def attend_to_all_ranks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mesh: DeviceMesh,
-    lengths: Sequence[int],
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    window: int | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh, lengths: Sequence[int], variant: Variant
 ) -> Tensor:
     """Attention of this rank's tokens of a packed batch to the tokens of all ranks (context parallelism).
 
@@ -154,7 +151,7 @@ def attend_to_all_ranks(
         query: queries of this rank's tokens, in the order of ``local_ranges``; so are keys and values.
         mesh: mesh of the context-parallel ranks.
         lengths: lengths of the segments of the full packed batch.
-        window: number of tokens that a position attends to, itself included; None for its full segment.
+        variant: what attention differs in from softmax over all tokens before.
     """
     tokens, ranks = sum(lengths), mesh.size()
     order = _order(tokens, ranks, query.device)
@@ -168,11 +165,11 @@ def attend_to_all_ranks(
                 q = query[:, :, taken : taken + last - first]
                 taken += last - first
                 pieces.append((q, keys[:, :, start:last], values[:, :, start:last]))
-    if takes_varlen(query, value, dropout):
+    if takes_varlen(query, value, variant.dropout):
         joined_q, joined_k, joined_v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
         own_lengths, key_lengths = [q.shape[2] for q, _, _ in pieces], [k.shape[2] for _, k, _ in pieces]
-        return attend_to_segments(joined_q, joined_k, joined_v, own_lengths, scaling, window, key_lengths)
-    outputs = [_segment(*piece, dropout, scaling, window) for piece in pieces]
+        return attend_to_segments(joined_q, joined_k, joined_v, own_lengths, variant, key_lengths)
+    outputs = [_segment(*piece, variant) for piece in pieces]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
@@ -182,29 +179,6 @@ def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
-
-
-def takes_varlen(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
-    """Whether ``varlen_attn`` computes these inputs: FlashAttention-2 does, in half precision, from Ampere on.
-
-    Heads narrower than a multiple of 8 (SDPA pads them), wider than 256, or with values of another width (multi-head
-    latent attention) go segment by segment (``mha_varlen_fwd``, torch 2.11 to 2.13).
-    """
-    width = query.shape[-1]
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and not dropout
-        and width % 8 == 0
-        and width <= 256
-        and value.shape[-1] == width
-        and _has_flash_attention(query.device)
-    )
-
-
-@torch.compiler.assume_constant_result
-def _has_flash_attention(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def local_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
@@ -232,8 +206,9 @@ def _gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
+def _segment(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
     """Causal attention of a segment's last tokens to the full segment."""
+    dropout, scaling, window, sinks = variant
     length, dtype = q.shape[2], q.dtype
     before = k.shape[2] - length
     is_slow = q.device.type == "cpu" and dtype == torch.bfloat16 and length < CPU_FP32_BELOW
@@ -243,9 +218,13 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
     if groups > 1 and q.device.type not in ("cpu", "cuda"):  # MPS groups heads from torch 2.13 on only
         k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
     mask = None
-    if before or (window is not None and length > window):
+    if before or sinks is not None or (window is not None and length > window):
         back = torch.arange(length, device=q.device)[:, None] + before - torch.arange(k.shape[2], device=q.device)
         mask = back >= 0 if window is None else (back >= 0) & (back < window)
+        if sinks is not None:  # a key more, whose logit is the sink and whose value is 0
+            k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+            added = q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf).expand(len(sinks), -1, -1)
+            mask = torch.cat([added, sinks.to(q.dtype)[:, None, None].expand(-1, length, 1)], dim=-1)[None]
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
     )
@@ -253,45 +232,32 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
 
 
 def attend_to_segments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: list[int],
-    scaling: float | None,
-    window: int | None,
-    key_lengths: list[int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], variant: Variant, key_lengths: list[int] | None = None
 ) -> Tensor:
-    """Causal attention within each segment by one variable-length call, ``(1, T, heads, head_dim)``.
+    """Causal attention within each segment by one call, ``(1, T, heads, head_dim)``.
 
     Args:
         lengths: numbers of queries of the segments, each at its segment's end.
-        window: number of tokens that a position attends to, itself included; None for its full segment.
+        variant: what attention differs in from softmax over all tokens before; without dropout.
         key_lengths: lengths of the segments, where it is not those of the queries.
     """
-    ends = _ends(tuple(lengths), q.device), _ends(tuple(key_lengths or lengths), q.device)
-    return _varlen(q, k, v, ends, (max(lengths), max(key_lengths or lengths)), scaling, window)
+    within = Boundaries(_ends(tuple(lengths), q.device), max(lengths))
+    if key_lengths is not None:
+        within = within._replace(key_ends=_ends(tuple(key_lengths), q.device), longest_keys=max(key_lengths))
+    return _in_one_call(q, k, v, within, variant)
 
 
-def _varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """``attend_to_segments`` with boundaries and the longest segment, of queries and of keys."""
-    groups = q.shape[1] // k.shape[1]
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if groups > 1 and _GROUPS_HEADS:
-        options["enable_gqa"] = True
-    elif groups > 1:
+def _in_one_call(q: Tensor, k: Tensor, v: Tensor, within: Boundaries, variant: Variant) -> Tensor:
+    if q.device.type != "cpu" and not varlen.GROUPS_HEADS:
+        groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    q_thd, k_thd, v_thd = (one[0].transpose(0, 1) for one in (q, k, v))
-    out = varlen_attn(q_thd, k_thd, v_thd, *ends, *longest, **options)
-    assert isinstance(out, Tensor)
-    return out[None]
+    if variant.sinks is not None:
+        out = attend_with_sinks(q, k, v, variant.sinks, within, variant.scaling, variant.window)
+    elif q.device.type == "cpu":
+        out = attend(q, k, v, within.ends, variant.scaling, variant.window)
+    else:
+        out, _ = varlen.forward(q, k, v, within, variant.scaling, variant.window)
+    return out.transpose(1, 2).contiguous()
 
 
 @lru_cache(maxsize=4)  # once for all layers and both passes of a batch

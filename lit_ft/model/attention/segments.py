@@ -65,12 +65,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None,
         scaling: factor on attention logits; None for 1 / sqrt(head_dim).
         window: number of tokens that a position attends to, itself included; None for its full segment.
     """
-    out, _ = _attend(q, k, v, ends, scaling, window)
+    out, _ = forward(q, k, v, ends, scaling, window)
     return out
 
 
 @torch.library.custom_op("lit_ft::attend_to_segments", mutates_args=(), device_types="cpu")
-def _attend(
+def forward(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithms of the sums in its softmax, ``(1, heads, T)``, fp32."""
@@ -88,13 +88,13 @@ def _attend(
     return out, log_sums
 
 
-@_attend.register_fake
+@forward.register_fake
 def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("lit_ft::attend_to_segments_backward", mutates_args=(), device_types="cpu")
-def _backward(
+def backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -122,7 +122,7 @@ def _backward(
     return gradients
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -151,8 +151,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, log_sums, ends = ctx.saved_tensors
-    gradients = _backward(grad, q, k, v, out, log_sums, ends, ctx.scaling, ctx.window)
+    gradients = backward(grad, q, k, v, out, log_sums, ends, ctx.scaling, ctx.window)
     return *gradients, None, None, None
 
 
-_attend.register_autograd(_gradients, setup_context=_keep)
+forward.register_autograd(_gradients, setup_context=_keep)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lit_ft.model.compiled.attention import Segments, attend, segments_of
-from lit_ft.model.packed_attention import _has_flash_attention, packed_attention
+from lit_ft.model.attention.packed_attention import packed_attention
+from lit_ft.model.attention.segments import Segments, attend, segments_of
+from lit_ft.model.attention.varlen import _has_flash_attention
 
 LENGTHS = [1, 40, 300, 7]
 
@@ -53,7 +54,7 @@ def test_boundaries_of_few_shapes_add_empty_samples() -> None:
 
 def test_the_call_on_cuda_is_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On torch's ``meta`` device, which has the operator's shapes: one graph, whose inputs the boundaries are."""
-    module = "lit_ft.model.packed_attention"
+    module = "lit_ft.model.attention.packed_attention"
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(f"{module}.takes_varlen", lambda query, *_: _has_flash_attention(query.device))
     monkeypatch.setattr(f"{module}._in_one_dtype", lambda *tensors: tensors)  # the device knows no autocast

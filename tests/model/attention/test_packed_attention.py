@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_ft import CausalLM
 from lit_ft.errors import RecipeError
 from lit_ft.model.activations.checkpointing import options
+from lit_ft.model.attention.packed_attention import PACKED, Variant, attend_to_segments, packed_attention
+from lit_ft.model.attention.varlen import takes_varlen
 from lit_ft.model.isolation.lengths import samples_of
-from lit_ft.model.packed_attention import PACKED, attend_to_segments, packed_attention, takes_varlen
 from lit_ft.packed_batch import pack_samples
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "cohere"]
@@ -99,7 +100,7 @@ def test_attention_to_several_samples_is_one_call_that_selective_checkpointing_k
     query, key, value = (torch.randn(1, heads, 9, 8, device="meta", requires_grad=True) for heads in (4, 2, 2))
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
-        return attend_to_segments(*inputs, [4, 5], None, None)
+        return attend_to_segments(*inputs, [4, 5], Variant())
 
     with VarlenCalls() as seen:
         if checkpointing:
@@ -120,7 +121,7 @@ def test_a_rank_with_a_part_of_the_tokens_is_given_the_lengths_of_all(monkeypatc
         seen.append(lengths)
         return query
 
-    monkeypatch.setattr("lit_ft.model.packed_attention.attend_to_all_ranks", attend)
+    monkeypatch.setattr("lit_ft.model.attention.packed_attention.attend_to_all_ranks", attend)
     layer, part = nn.Module(), torch.randn(1, 4, 5, 8)
     layer.context_mesh = None  # type: ignore[assignment]
     with samples_of([4, 6]):
