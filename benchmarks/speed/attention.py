@@ -2,8 +2,8 @@
 
     python -m benchmarks.speed.attention
 
-The result is the reason why ``lit_ft.model.attention.packed_attention`` computes short bf16 segments in fp32 on CPU. The heads
-are those of Qwen2.5-0.5B.
+The result is the reason why ``lit_ft.model.attention`` computes short bf16 segments in fp32 on CPU. The heads are those
+of Qwen2.5-0.5B.
 """
 
 import time

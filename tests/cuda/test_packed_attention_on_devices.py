@@ -44,6 +44,11 @@ ON_CUDA = named(
         for lengths in ([7, 1, 300, 64], [1024])
         for window in (None, 128)
     ),
+    *(
+        Case((16, 16, 192, 128), lengths, None, torch.bfloat16)  # multi-head latent attention
+        for lengths in SEGMENTS
+    ),
+    Case((64, 8, 192, 128), [7, 1, 300, 64], 128, torch.bfloat16, has_sinks=True),  # MiMo
 )
 ON_CPU = named(
     *(
@@ -55,10 +60,10 @@ ON_CPU = named(
 )
 FALLBACKS = named(
     Case((4, 2, 12, 12), [7, 1, 30], None, torch.bfloat16),  # not a multiple of 8
-    Case((4, 4, 48, 32), [7, 1, 30], 5, torch.bfloat16),  # multi-head latent attention
     Case((4, 2, 320, 320), [7, 1, 30], None, torch.bfloat16),
     Case((4, 2, 32, 32), [7, 1, 30], None, torch.float32),
-    Case((4, 2, 48, 32), [7, 1, 30], 5, torch.bfloat16, has_sinks=True),  # MiMo
+    Case((4, 4, 32, 48), [7, 1, 30], None, torch.bfloat16),
+    Case((4, 2, 32, 32), [7, 1, 30], 5, torch.float32, has_sinks=True),
 )
 
 

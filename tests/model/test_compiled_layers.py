@@ -98,9 +98,9 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(tiny_qwen2: st
 
 
 def test_sliding_windows_sinks_and_experts_are_in_the_graph(tmp_path: Path) -> None:
-    """One graph for all four layers; of gpt_oss two, as every other layer has a sliding window."""
+    """One graph for all four layers; two where they are of two kinds: with a sliding window, and with experts."""
     rows = rows_of(ROWS[::2])
-    for architecture, graphs in (("mistral", 1), ("qwen3_moe", 1), ("gpt_oss", 2)):
+    for architecture, graphs in (("mistral", 1), ("qwen3_moe", 1), ("gpt_oss", 2), ("deepseek_v3", 2)):
         folder = save_model(architecture, tmp_path / architecture)
         compiled = passes(folder, rows, lora=False, compile="eager")
         assert (compiled.graphs, compiled.breaks) == (graphs, 0), architecture

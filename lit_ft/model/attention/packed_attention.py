@@ -251,13 +251,15 @@ def _in_one_call(q: Tensor, k: Tensor, v: Tensor, within: Boundaries, variant: V
     if q.device.type != "cpu" and not varlen.GROUPS_HEADS:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    width = v.shape[-1]
+    v = pad(v, (0, q.shape[-1] - width))  # kernels take values that are as wide as keys
     if variant.sinks is not None:
         out = attend_with_sinks(q, k, v, variant.sinks, within, variant.scaling, variant.window)
     elif q.device.type == "cpu":
         out = attend(q, k, v, within.ends, variant.scaling, variant.window)
     else:
         out, _ = varlen.forward(q, k, v, within, variant.scaling, variant.window)
-    return out.transpose(1, 2).contiguous()
+    return out[..., :width].transpose(1, 2).contiguous()
 
 
 @lru_cache(maxsize=4)  # once for all layers and both passes of a batch

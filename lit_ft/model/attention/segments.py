@@ -53,8 +53,8 @@ def _power_of_two(number: int) -> int:
 
 
 def takes_segments(q: Tensor, v: Tensor, dropout: float) -> bool:
-    """Whether ``attend`` computes these inputs: on a CPU, without dropout, with values as wide as the keys."""
-    return q.device.type == "cpu" and not dropout and q.shape[-1] == v.shape[-1]
+    """Whether ``attend`` computes these inputs, with values padded to the width of keys: on a CPU, without dropout."""
+    return q.device.type == "cpu" and not dropout and q.shape[-1] >= v.shape[-1]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -31,8 +31,8 @@ class Boundaries(NamedTuple):
 def takes_varlen(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
     """Whether ``varlen_attn`` computes these inputs: FlashAttention-2 does, in half precision, from Ampere on.
 
-    Heads narrower than a multiple of 8 (SDPA pads them), wider than 256, or with values of another width (multi-head
-    latent attention) go segment by segment (``mha_varlen_fwd``, torch 2.11 to 2.13).
+    Values narrower than keys (multi-head latent attention) are padded to their width. Heads narrower than a multiple of
+    8 (SDPA pads them) or wider than 256 go segment by segment (``mha_varlen_fwd``, torch 2.11 to 2.13).
     """
     width = query.shape[-1]
     return (
@@ -41,7 +41,7 @@ def takes_varlen(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
         and not dropout
         and width % 8 == 0
         and width <= 256
-        and value.shape[-1] == width
+        and value.shape[-1] <= width
         and _has_flash_attention(query.device)
     )
 

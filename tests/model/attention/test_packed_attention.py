@@ -171,7 +171,8 @@ def test_llama_4_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
         ((256, 256), {"dtype": torch.float16}, True),
         ((12, 12), {}, False),  # not a multiple of 8
         ((320, 320), {}, False),
-        ((192, 128), {}, False),  # multi-head latent attention
+        ((192, 128), {}, True),  # multi-head latent attention
+        ((64, 128), {}, False),
         ((64, 64), {"dtype": torch.float32}, False),
         ((64, 64), {"dropout": 0.1}, False),
         ((64, 64), {"device": "cpu"}, False),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_ft.model.attention.packed_attention import packed_attention
+from lit_ft.model.attention.packed_attention import Variant, attend_to_segments, packed_attention
 from lit_ft.model.attention.segments import Segments, attend, segments_of
 from lit_ft.model.attention.varlen import _has_flash_attention
 
@@ -30,6 +30,21 @@ def test_results_are_those_of_sdpa(dtype: torch.dtype, window: int | None, heads
     for one, other in zip(found, torch.autograd.grad(wanted, inputs, grad), strict=True):
         tolerance = 0 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_values_may_be_narrower_than_keys(window: int | None) -> None:
+    """Multi-head latent attention: values are padded, the result is not."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 3, sum(LENGTHS), width, requires_grad=True) for width in (24, 24, 16))
+    out = attend_to_segments(q, k, v, LENGTHS, Variant(scaling=0.3, window=window))
+    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "segment_lengths": LENGTHS}
+    wanted, _ = packed_attention(nn.Module(), q, k, v, None, **options)
+    assert out.shape == (1, sum(LENGTHS), 3, 16)
+    torch.testing.assert_close(out, wanted)
+    grad = torch.randn_like(wanted)
+    found, others = (torch.autograd.grad(one, (q, k, v), grad) for one in (out, wanted))
+    torch.testing.assert_close(found, others)
 
 
 def test_the_operator_keeps_torch_s_rules() -> None:

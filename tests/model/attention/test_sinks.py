@@ -54,7 +54,7 @@ def assert_near(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("lengths", [LENGTHS, [348]])
-@pytest.mark.parametrize("widths", [(16, 16), (24, 16)])  # the last: MiMo, by SDPA
+@pytest.mark.parametrize("widths", [(16, 16), (24, 16)])  # the last: MiMo
 def test_results_are_those_of_a_softmax_with_a_logit_more(
     dtype: torch.dtype, tolerance: float, window: int | None, lengths: list[int], widths: tuple[int, int]
 ) -> None:
