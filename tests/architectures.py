@@ -50,14 +50,17 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt_neox": {},
 }
-REFUSED: dict[str, dict[str, Any]] = {
+CHUNKED: dict[str, dict[str, Any]] = {
     "llama4_text": {
         "head_dim": 12,
         "num_local_experts": 2,
         "intermediate_size_mlp": 96,
         "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 16,
+        "floor_scale": 4,
     },
 }
+"""Models with layers that attend within chunks; the last of four layers scales attention by a token's position."""
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 MORE_EXPERTS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -92,7 +95,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def save_model(architecture: str, folder: Path, layers: int = 4) -> str:
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    own = {**OWN, **REFUSED, **MORE_EXPERTS, **OTHER_MIXERS}[architecture]
+    own = {**OWN, **CHUNKED, **MORE_EXPERTS, **OTHER_MIXERS}[architecture]
     config = AutoConfig.for_model(architecture, **{**COMMON, "num_hidden_layers": layers, **ids, **own})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

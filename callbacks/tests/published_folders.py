@@ -10,6 +10,8 @@ from transformers import (
     AutoConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3_5Config,
@@ -57,6 +59,17 @@ def gemma3() -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
+def llama4() -> PreTrainedModel:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    widths = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+    experts = {"intermediate_size_mlp": 48, "num_local_experts": 2}
+    config = Llama4Config(
+        text_config={**TEXT, **experts, "no_rope_layers": [1, 0], "attention_chunk_size": 16, "floor_scale": 8},
+        vision_config={**vision, **widths, "image_size": 8, "patch_size": 4},
+    )
+    return Llama4ForConditionalGeneration(config)
+
+
 def qwen3_next() -> PreTrainedModel:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = AutoConfig.for_model(
@@ -65,7 +78,7 @@ def qwen3_next() -> PreTrainedModel:
     return Qwen3NextForCausalLM(config)
 
 
-BUILDERS = {"qwen3_5": qwen3_5, "gemma3": gemma3, "qwen3_next": qwen3_next}
+BUILDERS = {"qwen3_5": qwen3_5, "gemma3": gemma3, "llama4": llama4, "qwen3_next": qwen3_next}
 
 
 def publish(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype = torch.float32) -> Path:

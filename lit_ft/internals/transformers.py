@@ -179,6 +179,13 @@ def takes_any_attention(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend) and not model._is_stateful
 
 
+def declare_decoder(model: PreTrainedModel) -> None:
+    """Correct the name under which a model has its decoder, where its class declares another (Llama 4)."""
+    if not hasattr(model, model.base_model_prefix):
+        embedding = model.get_input_embeddings()
+        model.base_model_prefix = next(name for name, child in model.named_children() if embedding in child.modules())
+
+
 def with_decoder(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:
     """Copy of a model with another decoder, so that its ``forward`` computes the rest from what that returns."""
     return with_submodules(model, {model.base_model_prefix: decoder})

@@ -45,6 +45,8 @@ class Architecture:
 
     layer_kinds: tuple[str, ...]
     """Kind of each layer, e.g. ``full_attention``; empty if the config names none."""
+    attention_chunk: int | None
+    """Tokens of a chunk that layers of ``chunked_attention`` attend within; None without such layers (Llama 4)."""
     kv_heads: int
     """Number of key and value heads of a layer."""
     head_dim: int
@@ -68,8 +70,10 @@ class Architecture:
         text = config.get_text_config()
         heads = global_value(text, "num_attention_heads") or 1
         width = getattr(text, "hidden_size", None) or 0
+        kinds = tuple(getattr(text, "layer_types", None) or ())
         return cls(
-            layer_kinds=tuple(getattr(text, "layer_types", None) or ()),
+            layer_kinds=kinds,
+            attention_chunk=text.attention_chunk_size if "chunked_attention" in kinds else None,
             kv_heads=global_value(text, "num_key_value_heads") or heads,
             head_dim=global_value(text, "head_dim") or width // heads,
             experts_per_token=getattr(text, "num_experts_per_tok", None) or 1,

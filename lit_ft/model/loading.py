@@ -36,6 +36,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.errors import LIBRARY_ERRORS, NoSuchModel, RecipeError, explained, first_line
 from lit_ft.internals.transformers import (
     attention_functions,
+    declare_decoder,
     decoder_layer_classes,
     has_sinks,
     outline_in,
@@ -43,6 +44,7 @@ from lit_ft.internals.transformers import (
     without_report_of_unused,
 )
 from lit_ft.model import quantization as quantized_base
+from lit_ft.model.architecture import Architecture
 from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.config.known import unknown_architecture
 from lit_ft.model.config.overrides import Overrides, with_overrides
@@ -195,15 +197,17 @@ def pick_attention(config: PretrainedConfig, requested: str) -> str:
     """Name of the attention function: ``auto`` is packed attention where flash attention and SDPA are supported too.
 
     Both take queries, keys and values alone: no mask of the model's own making, no capped logits. Attention sinks are
-    what SDPA lacks and packed attention has. Where it does not apply, SDPA or ``eager`` computes what the model needs,
-    sample by sample. ``DENSE`` is the one of these two, for padded batches and a KV cache.
+    what SDPA lacks and packed attention has; so are chunks what flash attention lacks. Where it does not apply, SDPA or
+    ``eager`` computes what the model needs, sample by sample. ``DENSE`` is the one of these two, for padded batches and
+    a KV cache.
     """
     if requested not in ("auto", DENSE):
         check_attention(requested, config)
         return requested
     functions = attention_functions(config)
-    is_packed = requested == "auto" and "flash" in functions and ("sdpa" in functions or has_sinks(config))
-    return PACKED if is_packed else "sdpa" if "sdpa" in functions else "eager"
+    is_packed = "flash" in functions and ("sdpa" in functions or has_sinks(config))
+    is_packed = is_packed or Architecture.of(config).attention_chunk is not None
+    return PACKED if is_packed and requested == "auto" else "sdpa" if "sdpa" in functions else "eager"
 
 
 def check_attention(requested: str, config: PretrainedConfig) -> None:
@@ -221,6 +225,12 @@ def check_attention(requested: str, config: PretrainedConfig) -> None:
         raise RecipeError(
             f"model.attn_implementation=sdpa does not compute the attention of {config.model_type}; leave it out: auto "
             "is right for packed batches"
+        )
+    chunk = Architecture.of(config).attention_chunk
+    if chunk is not None and requested not in ("auto", PACKED):
+        raise RecipeError(
+            f"model.attn_implementation={requested} attends in chunks of {chunk:,} tokens from the start of a packed "
+            f"batch, and {config.model_type} from that of each sample; leave it out: auto is right for packed batches"
         )
     is_installed = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     if requested in is_installed and not is_installed[requested]():
@@ -271,6 +281,7 @@ def _draw(
         model = AutoModelForCausalLM.from_config(
             config, trust_remote_code=False, dtype=of_weights, attn_implementation=attention
         )
+    declare_decoder(model)
     if (Path(pretrained) / "generation_config.json").is_file():
         with explained(f"{_named(pretrained)}: generation_config.json", "correct or remove it"):
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
@@ -317,6 +328,7 @@ def _read_in(pretrained: str, dtype: torch.dtype | Literal["auto"], options: dic
         read: Reading = AutoModelForCausalLM.from_pretrained(
             pretrained, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
+        declare_decoder(read[0])
         return read
 
 
@@ -354,7 +366,10 @@ def skeleton(pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None
         torch.device("meta"),
         explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)),
     ):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype_of_weights(config, dtype))
+        of_weights = dtype_of_weights(config, dtype)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights)
+    declare_decoder(model)
+    return model
 
 
 def dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:

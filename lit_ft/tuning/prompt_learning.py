@@ -31,8 +31,8 @@ _HEADS = frozenset({"num_attention_heads", "n_head", "num_heads", "encoder_atten
 """Names of the number of heads in configs that PEFT knows (peft 0.21)."""
 _READS_IDS = frozenset("deepseek_v4 gemma4 gemma4_text qwen4_exp qwen4_exp_text".split())
 """Architectures whose layers take embeddings or experts of their own by the tokens' ids (transformers 5.24)."""
-_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of layers that keep keys and values, and nothing else."""
+_ATTENTION = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that keep keys and values, and nothing else, and attend to those of a prefix."""
 _OTHER_KEYS = frozenset("dory falcon mimo_v2_flash whisper xlstm".split())
 """Further architectures in which a prefix of PEFT's shape does not fit each layer (transformers 5.24)."""
 

@@ -23,3 +23,7 @@ def test_a_difference_and_a_failure_are_told_from_rounding(monkeypatch: pytest.M
     three = {"TP": partial(ModelParallelStrategy, tensor_parallel_size=3)}
     monkeypatch.setattr(parallel_comparison, "STRATEGIES", {"tensor": three})
     assert "tensor 3 must make 2 ranks" in comparison.differences("tensor")["TP, full"]
+
+
+def test_attention_sinks_are_sharded_with_their_heads() -> None:
+    assert not Comparison(Tiny(tiny_config("granite_swa")).model).differences("tensor")

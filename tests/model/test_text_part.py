@@ -25,6 +25,7 @@ from lit_ft.cli import main
 from lit_ft.errors import RecipeError
 from lit_ft.model import loading
 from lit_ft.model.spec import ModelSpec
+from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import FSDPStrategy
 
 pytestmark = pytest.mark.slow
@@ -76,6 +77,17 @@ def test_the_text_part_is_the_same_function(
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match=r"lacks weights of the model, which would be random \(\d+: model.layers."):
         loading.load_base(str(base))
+
+
+def test_llama_4_is_the_same_function_within_chunks(tmp_path: Path) -> None:
+    """Its class declares its decoder under the name that it has in the model for images."""
+    base, ids = publish("llama4", tmp_path / "llama4", make_tokenizer()), torch.arange(3, 40)
+    module = CausalLM(str(base))
+    module.configure_model()
+    with torch.no_grad():
+        hidden = module.hidden_states(pack_samples([(ids.numpy(), ids.numpy())] * 2))[0]
+        wanted = AutoModelForImageTextToText.from_pretrained(base).eval()(input_ids=ids[None]).logits[0]
+        torch.testing.assert_close(module.base_model.lm_head(hidden), torch.cat([wanted] * 2), atol=1e-5, rtol=1e-5)
 
 
 def test_lora_from_fit_to_a_merged_model_and_plain_peft(

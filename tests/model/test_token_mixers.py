@@ -153,7 +153,7 @@ def test_context_parallelism_is_refused(tmp_path: Path, make_trainer: Any) -> No
 # --- refused and unknown architectures ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["llama4_text", "roberta", "xlnet"])
+@pytest.mark.parametrize("model_type", ["mllama", "roberta", "xlnet"])
 def test_a_refused_architecture_says_why(tmp_path: Path, model_type: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(RecipeError) as error:

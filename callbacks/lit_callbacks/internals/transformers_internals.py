@@ -105,7 +105,7 @@ def names_in_model(model: PreTrainedModel, names: Iterable[str], only_renamed: b
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     names_in_model_by_file = {}
     for name in sorted(names, key=dot_natural_key):  # some conversions rely on this order
-        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        renamed, converter = rename_source_key(name, renamings, converters, type(model).base_model_prefix, own)
         if renamed not in own and name in own:
             renamed, converter = name, None
         if not (only_renamed and converter is not None):

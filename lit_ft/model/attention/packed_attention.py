@@ -40,6 +40,13 @@ class AttendsToAllRanks(Protocol):
     context_mesh: DeviceMesh
 
 
+@runtime_checkable
+class AttendsInChunks(Protocol):
+    """Attention layer of which each token attends to those of its chunk alone; chunks start anew with each sample."""
+
+    tokens_of_chunk: int
+
+
 class Variant(NamedTuple):
     """What a layer's attention differs in from softmax over all tokens before."""
 
@@ -87,8 +94,8 @@ def packed_attention(
     query, key, value = _in_one_dtype(query, key, value)
     variant = Variant(dropout, scaling, sliding_window, s_aux)
     if torch.compiler.is_compiling() and segments is not None and attention_mask is None:
-        shards_tokens = hasattr(module, "context_mesh")
-        if not shards_tokens and _fits_a_graph(query, value, segments, variant):
+        is_whole = not hasattr(module, "context_mesh") and not hasattr(module, "tokens_of_chunk")
+        if is_whole and _fits_a_graph(query, value, segments, variant):
             return _in_graph(query, key, value, segments, variant), None
     return _by_lengths(module, query, key, value, attention_mask, variant, segment_lengths), None
 
@@ -130,6 +137,8 @@ def _by_lengths(
         )
     if isinstance(module, AttendsToAllRanks):
         return attend_to_all_ranks(query, key, value, module.context_mesh, segment_lengths, variant)
+    if isinstance(module, AttendsInChunks):
+        segment_lengths = in_chunks(segment_lengths, module.tokens_of_chunk)
     is_masked = variant.window is not None and max(segment_lengths) > variant.window
     needs_one_call = len(segment_lengths) > 1 or is_masked or variant.sinks is not None
     if needs_one_call and takes_varlen(query, value, variant.dropout):
@@ -140,6 +149,11 @@ def _by_lengths(
     outputs = [_segment(q, k, v, variant) for q, k, v in parts]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2).contiguous()
+
+
+def in_chunks(lengths: Sequence[int], size: int) -> list[int]:
+    """Lengths of the chunks of at most ``size`` tokens that samples are divided into, each from its first token."""
+    return [min(size, length - start) for length in lengths for start in range(0, length, size)]
 
 
 def attend_to_all_ranks(

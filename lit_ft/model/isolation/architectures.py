@@ -29,12 +29,9 @@ REFUSED: Mapping[str, str] = {
     **_each("camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod", _PAD_POSITIONS),
     **_each("musicgen musicgen_melody", _SEVERAL_BOOKS),
     **_each("gemma4_assistant gemma4_unified_assistant", _DRAFT),
-    **_each(
-        "llama4 llama4_text", "has chunked attention, and scales attention by a token's position in the packed batch"
-    ),
     "blt": "groups bytes to patches over all samples of a packed batch",
     "cpmant": "puts prompt tokens of its own before each packed batch, not before each sample",
-    "mllama": "has its decoder under another name than it declares (base_model_prefix)",
+    "mllama": "runs some of its layers on images alone, so that text trains nothing in them",
     "openai-gpt": "attends to all tokens before in a packed batch, in a module that has no cache to find it by",
     "prophetnet": "predicts several tokens at once, by streams of attention of its own",
     "reformer": "attends within chunks of a packed batch, whatever the samples",
@@ -48,17 +45,17 @@ _ENCODERS = frozenset("bert bert-generation big_bird electra ernie megatron-bert
 
 COMPARED = frozenset(
     """
-    afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation
-    big_bird biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2
-    deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dory dots1 dots3_note dots3_note_text electra emu3 ernie
-    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma
-    gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm
-    glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese
-    gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text
-    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_loop_text inkling2_text inkling_text
-    internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama
-    longcat_flash mamba mamba2 megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text
-    ministral ministral3 mistral mixtral modernbert-decoder moshi moss_transcribe_diarize mpt nanochat nemotron
+    afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation big_bird
+    biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3
+    deepseek_v32 deepseek_v4 diffllama doge dory dots1 dots3_note dots3_note_text electra emu3 ernie ernie4_5
+    ernie4_5_moe exaone exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2 gemma3
+    gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj
+    granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_loop_text inkling2_text inkling_text internlm3 iquestcoder jais2
+    jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama llama4 llama4_text longcat_flash
+    mamba mamba2 megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral modernbert-decoder moshi moss_transcribe_diarize mpt nanochat nemotron
     nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe
     qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text
     recurrent_gemma rembert roc_bert rwkv sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2
@@ -76,6 +73,9 @@ _NOT_ROUNDED: Mapping[str, str] = _each(
     "inkling2_loop_text inkling2_text", "multiplies values in fp32 by the weights of its routers"
 )
 """Why an architecture fails where all weights are in half precision (transformers 5.24)."""
+
+COUNTS_TOKENS = frozenset({("llama4_text", "full_attention")})
+"""Architectures and kinds of layers whose attention counts positions from the first token that it is called with."""
 
 _READS_PADDING = frozenset("axk2 deepseek_v4 git hy_v4 recurrent_gemma rwkv whisper xlstm".split())
 """Architectures whose answers change with padding before a prompt, whatever the attention mask says of it."""

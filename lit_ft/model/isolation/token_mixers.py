@@ -25,7 +25,7 @@ from lit_ft.internals.transformers import attention_implementation, calls_attent
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.isolation import architectures, lengths
 
-ISOLATING_KINDS = frozenset({"full_attention", "sliding_attention"})
+ISOLATING_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layers that attention alone mixes tokens in."""
 _CACHES = {"cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state", "mems", "use_cache"}
 
@@ -43,7 +43,10 @@ def keep_samples_apart(model: PreTrainedModel) -> None:
             f"{transformers_version}), so that the samples of a packed batch could not be kept apart; install "
             "transformers 5.24"
         )
+    chunk = Architecture.of(model.config).attention_chunk
     for mixer in of_model:
+        if chunk is not None and _kinds(model, mixer) == {"chunked_attention"}:
+            mixer.tokens_of_chunk = chunk  # type: ignore[assignment]
         if not isolates(model, mixer):
             # Not a closure, which a copy of the model would share: it would compute with this model's weights.
             mixer.forward = partial(_sample_by_sample, mixer, mixer.forward)
@@ -74,9 +77,15 @@ def isolates(model: PreTrainedModel, mixer: nn.Module) -> bool:
 
 
 def _is_attention(model: PreTrainedModel, mixer: nn.Module) -> bool:
-    kinds = Architecture.of(model.config).layer_kinds
-    of_mixer = kinds if (layer := getattr(mixer, "layer_idx", None)) is None or not kinds else kinds[layer : layer + 1]
-    return set(of_mixer) <= ISOLATING_KINDS and calls_attention_interface(mixer)
+    kinds = _kinds(model, mixer)
+    counts_tokens = {(model.config.model_type, kind) for kind in kinds} & architectures.COUNTS_TOKENS
+    return kinds <= ISOLATING_KINDS and not counts_tokens and calls_attention_interface(mixer)
+
+
+def _kinds(model: PreTrainedModel, mixer: nn.Module) -> set[str]:
+    """Kind of a mixer's layer; those of all layers where it does not know its own."""
+    kinds, layer = Architecture.of(model.config).layer_kinds, getattr(mixer, "layer_idx", None)
+    return set(kinds if layer is None else kinds[layer : layer + 1])
 
 
 def other_than_attention(model: PreTrainedModel) -> list[str]:

@@ -30,7 +30,17 @@ from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import local
 from lit_ft.internals.torch import own_parameters
 from lit_ft.strategies.parallel.expert_parallel import expert_count, set_expert_count
-from lit_ft.strategies.parallel.tensor_plan import COLUMNS, EXPERTS, ROWS, WHOLE_IN, WHOLE_OUT, Plan, is_block, linears
+from lit_ft.strategies.parallel.tensor_plan import (
+    COLUMNS,
+    EXPERTS,
+    HEADS,
+    ROWS,
+    WHOLE_IN,
+    WHOLE_OUT,
+    Plan,
+    is_block,
+    linears,
+)
 
 _SEQUENCE = Shard(1)
 
@@ -157,6 +167,10 @@ class TensorParallel:
             style = plan.styles.get(linear)
             if style in (COLUMNS, ROWS):
                 self._shard_linear(linear, style)
+            elif style == HEADS:
+                for key, _ in list(linear.named_parameters(recurse=False)):
+                    self._set(linear, key, Shard(0))
+                _compute_on_local(linear, Partial())
             else:
                 self._keep_local(linear, Partial())
 

@@ -16,6 +16,8 @@ from lit_ft.model.parameter_patterns import layers_by_wildcard
 COLUMNS, ROWS = "colwise", "rowwise"
 WHOLE_OUT, WHOLE_IN = "colwise_gather_output", "rowwise_split_input"
 EXPERTS = "experts"
+HEADS = "heads"
+"""Style of an attention module whose own weights have an entry for each head (attention sinks)."""
 _STYLES = {
     "colwise": COLUMNS,
     "rowwise": ROWS,
@@ -26,6 +28,7 @@ _STYLES = {
     "replicated_with_grad_allreduce": "within",
     "moe_tp_experts": EXPERTS,
     "ep_dispatch_experts": EXPERTS,
+    "local_params": HEADS,
 }
 _OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # repeat for one weight what the style of its module says
 _KEEPS_WHOLE = "mla_kv_a_proj"  # multi-head latent attention: some of its weights are for all heads
@@ -59,7 +62,7 @@ class Plan:
                 f"supported; known are {sorted(_STYLES)}. Give others by trainer.strategy.init_args.tp_plan"
             )
         whole = {name.rpartition(".")[0] for name, style in styles.items() if style == _KEEPS_WHOLE}
-        styles = {name: style for name, style in styles.items() if name.rpartition(".")[0] not in whole}
+        styles = {name: style for name, style in styles.items() if not {name, name.rpartition(".")[0]} & whole}
         self.styles: dict[nn.Module, str] = {}
         for name, module in base.named_modules():
             style = _STYLES.get(styles.get(layers_by_wildcard(name), ""))
@@ -79,7 +82,7 @@ class Plan:
         if self.styles.get(block) == EXPERTS:
             return True
         styles = {self.styles.get(module) for module in linears(block) if not _has_numbers_alone(module)}
-        return styles <= {COLUMNS, ROWS, "within"} and {COLUMNS, ROWS} <= styles
+        return styles <= {COLUMNS, ROWS, HEADS, "within"} and {COLUMNS, ROWS} <= styles
 
 
 def _has_numbers_alone(module: nn.Module) -> bool:

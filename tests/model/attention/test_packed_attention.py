@@ -15,8 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_ft import CausalLM
 from lit_ft.errors import RecipeError
+from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model.activations.checkpointing import options
-from lit_ft.model.attention.packed_attention import PACKED, Variant, attend_to_segments, packed_attention
+from lit_ft.model.attention.packed_attention import (
+    PACKED,
+    Variant,
+    attend_to_segments,
+    in_chunks,
+    packed_attention,
+)
 from lit_ft.model.attention.varlen import takes_varlen
 from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import pack_samples
@@ -154,14 +161,29 @@ def test_a_rows_loss_is_that_of_its_samples(architecture: str, tmp_path: Path) -
     assert int(row.correct) == sum(int(one.correct) for one in alone)
 
 
-def test_llama_4_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"compile": "eager"}], ids=["plain", "compiled"])
+def test_chunks_and_positions_start_anew_with_each_sample(options: dict[str, Any], tmp_path: Path) -> None:
+    """Llama 4, against transformers with masks: two of the samples are longer than a chunk."""
     folder = save_model("llama4_text", tmp_path)
-    for weights in tmp_path.glob("*.safetensors"):
-        weights.unlink()
-    module = CausalLM(folder)
-    for build in (module.check, module.configure_model):
-        with pytest.raises(RecipeError, match="llama4_text has chunked attention"):
-            build()
+    module = CausalLM(folder, **options)
+    module.configure_model()
+    module.eval()
+    assert attention_implementation(module.base_model.config) == PACKED
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    samples = [torch.arange(3, 3 + length) for length in (7, 25, 40)]
+    with torch.no_grad():
+        row = module.hidden_states(pack_samples([(ids.numpy(), ids.numpy()) for ids in samples]))[0]
+        alone = torch.cat([plain.model(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in samples])
+    torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_chunks_are_refused_with_an_attention_that_counts_them_over_the_packed_batch(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="sdpa attends in chunks of 16 tokens from the start of a packed batch"):
+        CausalLM(save_model("llama4_text", tmp_path), attn_implementation="sdpa").check()
+
+
+def test_in_chunks() -> None:
+    assert in_chunks([5, 16, 33], 16) == [5, 16, 16, 16, 1]
 
 
 @pytest.mark.parametrize(
