@@ -86,7 +86,8 @@ def test_llama_4_is_the_same_function_within_chunks(tmp_path: Path) -> None:
     module.configure_model()
     with torch.no_grad():
         hidden = module.hidden_states(pack_samples([(ids.numpy(), ids.numpy())] * 2))[0]
-        wanted = AutoModelForImageTextToText.from_pretrained(base).eval()(input_ids=ids[None]).logits[0]
+        whole = AutoModelForImageTextToText.from_pretrained(base).eval()  # with an image alone
+        wanted = whole.language_model(input_ids=ids[None]).logits[0]
         torch.testing.assert_close(module.base_model.lm_head(hidden), torch.cat([wanted] * 2), atol=1e-5, rtol=1e-5)
 
 
