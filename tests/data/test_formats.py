@@ -269,7 +269,7 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
                 {"from": "gpt", "value": "a"},
             ]
         },
-        Chat([ASK, turn("assistant", "<think>\nr\n</think>\n\n", tool_calls=[call("now")]), turn("tool", "3"), SAY]),
+        Chat([ASK, turn("assistant", "<think>\nr\n</think>\n", tool_calls=[call("now")]), turn("tool", "3"), SAY]),
     ),
     "prompt_completion, a call in each": (
         "prompt_completion",

@@ -388,11 +388,11 @@ def _says(key: str, value: object) -> bool:
     return value not in (EMPTY if key in ("tool_calls", "function_call") else (None,))
 
 
-_THINKING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+_THINKING = re.compile(r"\s*<think>.*?</think>\n?", re.DOTALL)
 
 
 def _thinking_and_calls(content: object, role: str, where: str) -> tuple[str, object]:
-    """Thinking (empty if there is none) before the calls that a turn of one of the roles ``_CALLS`` holds, and these."""
+    """Thinking, or an empty text, before the calls that a turn of one of the roles ``_CALLS`` holds, and the calls."""
     thinking, calls = "", content
     if not isinstance(content, dict | list):
         text = _string(content, f"{where}: 'content'")
