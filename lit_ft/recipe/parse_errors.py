@@ -341,8 +341,8 @@ def _option_without_class(message: str, key: str) -> str | None:
 def _no_class(message: str, key: str) -> str | None:
     """A switch, a number or a list where a class belongs."""
     given = re.search(r"Given value type: <class '(int|float|bool|list)'>\s+Given value: (.*)", message)
-    is_list = given is not None and given[1] == "list"
-    if key not in EXAMPLES or given is None or (is_list and "[list[" in message):  # which the option takes
+    takes_lists = re.search(r"Subtypes: .*(\[list\[|Iterable\[lightning)", message) is not None
+    if key not in EXAMPLES or given is None or (given[1] == "list" and takes_lists):
         return None
     value = given[2].lower() if given[1] == "bool" else shortened(given[2], 100)
     return f"{value} names no class; write e.g. {EXAMPLES[key][0]}, or null for none"

@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     ),
     "a recipe of ms-swift": (
         "sft.yaml",
-        "tuner_type: lora\nlearning_rate: 1e-4\nlazy_tokenize: true\nmax_length: 9\ntarget_modules: all-linear\nmetric: x\n",
+        "tuner_type: lora\nlearning_rate: 1e-4\nlazy_tokenize: true\nmax_length: 9\ntarget_modules: all\nmetric: x\n",
         "Here tuner_type = model.peft, learning_rate = optimizer.lr, max_length = data.max_length, target_modules = "
         "model.peft.target_modules; leave out lazy_tokenize; nothing is known of metric",
     ),
