@@ -486,7 +486,9 @@ CLASSES = {
     "sgd": "torch.optim.SGD",
     "swanlab": "the class that recipes/loggers/swanlab.yaml names",
     "tensorboard": "nothing: every run logs to TensorBoard",
+    "warmup_stable_decay": "lit_ft.schedules.CosineWithWarmup with stable",
     "wandb": "lightning.pytorch.loggers.WandbLogger; see recipes/loggers/wandb.yaml",
+    "wsd": "lit_ft.schedules.LinearWithWarmup with stable",
 }
 """Short names of optimizers, schedules, tuning methods, quantizations and loggers."""
 
