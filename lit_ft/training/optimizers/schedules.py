@@ -104,8 +104,8 @@ class DecayingSchedule(WarmupSchedule):
             warmup: length of the warm-up: a number of optimizer steps (1 or more), or a fraction of the run (below 1).
             total_steps: number of optimizer steps of the run; null takes it from the trainer.
             final_fraction: learning rate at the end of the run, as a fraction of the full one, e.g. 0.1.
-            stable: time at the full learning rate between warm-up and decay: a number of optimizer steps (1 or more), or
-                a fraction of the run (below 1), e.g. 0.7.
+            stable: length of the time at the full learning rate before the decay: a number of optimizer steps (1 or
+                more), or a fraction of the run (below 1), e.g. 0.7.
         """
         if not 0 <= final_fraction <= 1:
             raise RecipeError(
