@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
 
 from lit_ft.data.text.formats import ANSWERS, Chat, Text, renamed
-from lit_ft.data.text.rendering import expected_answer, prompt_of
+from lit_ft.data.text.rendering import expected_answer, is_closed, prompt_of
 from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.data.tokens.tokenization import Tokenization
@@ -87,8 +87,15 @@ def _question(
         return prompt, question["content"], expected_answer(example, template) if asked is None else None
     if isinstance(example, Text) and example.prompt:
         begin = tokenization.tokenizer.bos_token if tokenization.opening is not None else ""
-        return begin + example.prompt, example.prompt, example.text if asked is None else None
+        prompt = example.prompt if example.prompt.startswith(begin) else begin + example.prompt
+        return prompt, example.prompt, _without_closing(example.text, tokenization) if asked is None else None
     return None
+
+
+def _without_closing(text: str, tokenization: Tokenization) -> str:
+    """Raw text without an end-of-sequence token of its own, which answers are compared without."""
+    closing = tokenization.tokenizer.eos_token or ""
+    return text.rstrip().removesuffix(closing) if closing and is_closed(text, closing) else text
 
 
 def without_answer(row: RawRow, form: str) -> RawRow | None:

@@ -30,6 +30,7 @@ PACKAGES = (
     "datasets",
     "schedulefree",
     "pytorch_optimizer",
+    "swanlab",
 )
 """Packages whose classes any recipe may name."""
 

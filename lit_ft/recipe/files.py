@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from lit_ft.bounded_yaml import SAFE_LOADER, check_size
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.other_trainers import OPTIONS
+from lit_ft.recipe.parse_errors import home_of
 from lit_ft.recipe.value_errors import shortened
 
 OWN_SECTIONS = ("data", "lr_scheduler", "model", "optimizer", "trainer")
@@ -260,7 +261,7 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
         )
 
 
-def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Iterable[str] = ()) -> RecipeError:
+def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Sequence[str] = ()) -> RecipeError:
     """Error about a file with options of another trainer, with what stands for each of them here.
 
     Args:
@@ -268,11 +269,12 @@ def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Iterable[str] 
         theirs: options that stand in ``OPTIONS``.
         unknown: other options.
     """
-    short = {key: re.split(r"[;,(:]", OPTIONS[key])[0].strip() for key in theirs}
+    same = {key: f"{home}.{key}" for key in unknown if key != "plugins" and (home := home_of(key))}  # Axolotl's own
+    short = {key: re.split(r"[;,(:]", OPTIONS[key])[0].strip() for key in theirs} | same
     told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")
     needless = ", ".join(key for key, ours in short.items() if ours == "nothing")
     rest = f"; leave out {needless}" if needless else ""
-    rest += f"; nothing is known of {', '.join(unknown)}" if unknown else ""
+    rest += f"; nothing is known of {', '.join(rare)}" if (rare := [key for key in unknown if key not in same]) else ""
     here = f". Here {told}{rest}" if told else ""
     return RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml{here}")
 

@@ -189,7 +189,7 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
     first = dotted.split(".")[0]
     if is_recipe and name in own:
         return f"{name!r} is no option of a section; write it at the left edge of the recipe"
-    if is_recipe and (home := _home_of(first)) is not None:
+    if is_recipe and (home := home_of(first)) is not None:
         return f"unknown option {shortened(name, 100)!r}; it belongs to {home}: {home}.{dotted}"
     elsewhere = _place_of(word)
     if elsewhere is not None and key in ("", *SECTIONS):
@@ -217,7 +217,7 @@ def _sections(options: list[str]) -> set[str]:
     return {name.split(".")[0] for name in options}
 
 
-def _home_of(option: str) -> str | None:
+def home_of(option: str) -> str | None:
     """Section of a recipe whose usual class has an option of this name; None where none has."""
     from lightning.pytorch import Trainer
     from peft import LoraConfig
@@ -231,7 +231,7 @@ def _home_of(option: str) -> str | None:
 
 def _place_of(option: str) -> str | None:
     """Where a recipe has an option of this name: in another section, or in a class below one; None where nowhere."""
-    if (home := _home_of(option)) is not None:
+    if (home := home_of(option)) is not None:
         return f"it belongs to {home}: {home}.{option}"
     if option in inspect.signature(Source).parameters:
         return f"it is an option of each source: data.sources: [{{path: ..., {option}: ...}}]"
@@ -341,8 +341,8 @@ def _option_without_class(message: str, key: str) -> str | None:
 def _no_class(message: str, key: str) -> str | None:
     """A switch, a number or a list where a class belongs."""
     given = re.search(r"Given value type: <class '(int|float|bool|list)'>\s+Given value: (.*)", message)
-    is_list = given is not None and given[1] == "list"
-    if key not in EXAMPLES or given is None or (is_list and "[list[" in message):  # which the option takes
+    takes_lists = re.search(r"Subtypes: .*(\[list\[|Iterable\[lightning)", message) is not None
+    if key not in EXAMPLES or given is None or (given[1] == "list" and takes_lists):
         return None
     value = given[2].lower() if given[1] == "bool" else shortened(given[2], 100)
     return f"{value} names no class; write e.g. {EXAMPLES[key][0]}, or null for none"

@@ -5,8 +5,10 @@ import sys
 import time
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.quantities import as_count
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
@@ -101,6 +103,8 @@ class ConsoleSummary(Callback):
                 rank_zero_info(line)
         if (size := describe_checkpoint(self.run, pl_module)) is not None:
             rank_zero_info(size)
+        for reason in reasons_of_early_stops(trainer):
+            rank_zero_info(f"EarlyStopping ended the run: {reason}")
         rank_zero_info(f"done: {self._describe_end(trainer)}; see {self.run.root}")
         if trainer.is_global_zero and (command := next_command(self.run, trainer, pl_module)) is not None:
             rank_zero_info(f"next: {command}{self.options}")
@@ -114,6 +118,13 @@ class ConsoleSummary(Callback):
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
         taken = as_count(trainer.global_step - first, "optimizer step")
         return f"{taken}{earlier} in {self._times.seconds():.0f} s{ending}"
+
+
+def reasons_of_early_stops(trainer: Trainer) -> list[str]:
+    """Why callbacks of Lightning ended a run before its last step; they say it only with ``verbose: true``."""
+    callbacks = (one for one in attributes_of(trainer).callbacks if isinstance(one, EarlyStopping))
+    reasons = [one.stopping_reason_message for one in callbacks if trainer.should_stop]
+    return [reason.removesuffix(" Signaling Trainer to stop.") for reason in reasons if reason]
 
 
 def put_losses_on_one_chart(trainer: Trainer) -> None:

@@ -271,6 +271,12 @@ def _put_files_in(folder: Path, loggers: list[Any]) -> None:
             more = {"resume": "allow"}
         elif issubclass(cls, MLFlowLogger):
             _put_mlflow_in(folder, arguments)
+        elif cls.__name__ == "SwanLabLogger":
+            arguments.log_dir = arguments.log_dir or str(folder / "swanlog")
+            arguments.experiment_name = arguments.experiment_name or _name(folder)
+            if arguments.id is None:
+                arguments.id = re.sub(r"[^\w-]", "-", _name(folder))
+                more = {"resume": "allow"}
         elif issubclass(cls, CometLogger):
             if arguments.online is False:
                 raise RecipeError(

@@ -248,6 +248,29 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
         ),
         Chat([ASK, turn("assistant", "", tool_calls=[call("now"), call("add", x=1)]), turn("tool", "3"), SAY]),
     ),
+    "messages, calls that are not JSON in a text": (
+        "messages",
+        chat(
+            ASK,
+            turn("tool_call", {"name": "now"}),
+            turn("tool_call", [{"name": "add", "arguments": {"x": 1}}]),
+            turn("tool_response", "3"),
+            SAY,
+        ),
+        Chat([ASK, turn("assistant", "", tool_calls=[call("now"), call("add", x=1)]), turn("tool", "3"), SAY]),
+    ),
+    "sharegpt, thinking before a call": (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": '<think>\nr\n</think>\n\n{"name": "now"}'},
+                {"from": "observation", "value": "3"},
+                {"from": "gpt", "value": "a"},
+            ]
+        },
+        Chat([ASK, turn("assistant", "<think>\nr\n</think>\n", tool_calls=[call("now")]), turn("tool", "3"), SAY]),
+    ),
     "prompt_completion, a call in each": (
         "prompt_completion",
         {
@@ -431,6 +454,11 @@ BAD: dict[str, list[tuple[Any, str]]] = {
             "item 3: is one answer with the turn before it, which is marked otherwise; mark both alike",
         ),
         (chat(ASK, turn("tool_call", "f(1)")), "item 2: the text of a tool_call is not JSON ("),
+        (chat(ASK, turn("tool_call", "<think>r</think>f")), "item 2: the text of a tool_call is not JSON ("),
+        (
+            chat(ASK, SAY, turn("tool_call", '<think>r</think>{"name": "f"}')),
+            "item 3: two assistant turns follow each other; join them",
+        ),
         (chat(ASK, turn("developer", "s")), "item 2: 'role' is 'developer' after other turns; it must come first"),
         (
             chat(ASK, turn("tool", "3")),

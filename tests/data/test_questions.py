@@ -65,6 +65,9 @@ def test_a_raw_question_begins_as_raw_text_does_in_training(write_rows: Any) -> 
     tokenizer.backend_tokenizer.post_processor = post
     (asked,) = questions_of(Preparation(tokenizer), Source(write_rows([{"prompt": "the red book"}])))
     assert (asked["prompt"], asked["question"]) == (f"{opening}the red book", "the red book")
+    row = {"prompt": f"{opening}the red book", "completion": f" cup{tokenizer.eos_token}"}
+    (asked,) = questions_of(Preparation(tokenizer), Source(write_rows([row], "marked.json")))
+    assert (asked["prompt"], asked["expected"]) == (f"{opening}the red book", " cup")
 
 
 def test_an_earlier_answer_is_not_the_expected_one(tokenizer: PreTrainedTokenizerBase, write_rows: Any) -> None:

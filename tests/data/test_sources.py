@@ -12,6 +12,7 @@ from shared_fixtures import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.data.text import json_object, sources
+from lit_ft.data.text.json_list import TO_UTF_8
 from lit_ft.data.text.sources import Source
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -78,7 +79,7 @@ def test_json_lines_name_the_line(write: Any) -> None:
         ("rows.jsonl:3", f"is not JSON (column 9: Expecting ':' delimiter); {must}"),
         ("rows.jsonl:4", "is a JSON int; each row must be an object"),
         ("rows.jsonl:5", "is a JSON list; each row must be an object"),
-        ("rows.jsonl:6", "is not UTF-8 (byte 13 of the line); convert the file to UTF-8"),
+        ("rows.jsonl:6", f"is not UTF-8 (byte 13 of the line); {TO_UTF_8}"),
         (
             "rows.jsonl:7",
             "is not JSON that can be read (maximum recursion depth exceeded while decoding a JSON array from a "
@@ -337,7 +338,11 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
         "a.jsonl is Git's pointer to the file, not the file; run `git lfs pull` in the folder",
     ),
-    "no UTF-8 in CSV": ("a.csv", b"text\nx\n" + HIGH, "a.csv:3: is not UTF-8; convert the file to UTF-8"),
+    "no UTF-8 in CSV": (
+        "a.csv",
+        b"text\nx\n" + HIGH,
+        "a.csv:3: is not UTF-8; convert the file to UTF-8 (from a Chinese Windows: iconv -f GB18030",
+    ),
     "no UTF-8 in text": ("a.txt", b"x\n\n" + HIGH + b"y\n", "a.txt:3: is not UTF-8; convert the file to UTF-8"),
     "no JSON": (
         "a.json",

@@ -223,7 +223,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("opens", [True, False])
 def test_raw_text_is_as_the_tokenizer_has_it_and_is_closed(kind: str, opens: bool) -> None:
     tokenizer = TOKENIZERS[kind](opens)
-    texts = ["the red book", " cup\n", "红 😀", "<s> a</s> b"]
+    texts = ["the red book", " cup\n", "红 😀", "a <s> a</s> b"]
     encoded = Tokenization(tokenizer, "completion").encode([{"text": text} for text in texts])
     cuts = np.cumsum(encoded.lengths)[:-1]
     for text, ids, labels in zip(texts, np.split(encoded.ids, cuts), np.split(encoded.labels, cuts), strict=True):
@@ -403,6 +403,18 @@ def test_long_raw_text_with_an_opening_token(kind: str) -> None:
     assert targets == ids[1:]
     assert encoded.lengths.max() == 16
     assert encoded.notes["continued"] == 1
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_special_tokens_at_the_ends_of_raw_text_are_not_doubled(kind: str) -> None:
+    """As of rows that ``apply_chat_template`` has written, or to which a script adds the end."""
+    tokenizer, text = TOKENIZERS[kind](True), "the red cup"
+    wanted = Tokenization(tokenizer, "completion").encode([{"text": text}])
+    text = f"{tokenizer.bos_token}{text}{tokenizer.eos_token}"
+    both = Tokenization(tokenizer, "completion").encode([{"text": text}, {"text": text + "\n"}])
+    assert both.ids[: both.lengths[0]].tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    for special in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        assert (both.ids == special).sum() == 2 * (wanted.ids == special).sum() == 2
 
 
 def test_samples_that_teach_nothing_are_left_out_and_counted() -> None:

@@ -110,7 +110,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "a recipe of Axolotl": (
         "qlora.yml",
         "base_model: x\nadapter: lora\nstrict: false\ntf32: true\nplugins: [axolotl.Plugin]\n",
-        "Here base_model = model.pretrained, adapter = model.peft; leave out tf32; nothing is known of strict, plugins",
+        "Here base_model = model.pretrained, adapter = model.peft; leave out strict, tf32; nothing is known of plugins",
     ),
     "a recipe of torchtune, whose sections are called as ours": (
         "lora.yaml",
@@ -124,9 +124,9 @@ WRONG: dict[str, tuple[str, str, str]] = {
     ),
     "a recipe of ms-swift": (
         "sft.yaml",
-        "tuner_type: lora\nsplit_dataset_ratio: 0.1\nlearning_rate: 1e-4\nlazy_tokenize: true\n",
-        "Here tuner_type = model.peft, split_dataset_ratio = data.val_fraction, learning_rate = "
-        "optimizer.lr; leave out lazy_tokenize",
+        "tuner_type: lora\nlearning_rate: 1e-4\nlazy_tokenize: true\nmax_length: 9\ntarget_modules: all\nmetric: x\n",
+        "Here tuner_type = model.peft, learning_rate = optimizer.lr, max_length = data.max_length, target_modules = "
+        "model.peft.target_modules; leave out lazy_tokenize; nothing is known of metric",
     ),
     "a recipe of verl": (
         "sft.yaml",

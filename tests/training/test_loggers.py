@@ -98,6 +98,33 @@ def test_loggers_write_into_the_run_folder_unless_the_recipe_says_otherwise(
         assert placed(run, nothing) == nothing
 
 
+class SwanLabLogger:
+    """Signature of the one of swanlab, which is not installed here."""
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        log_dir: str | None = None,
+        save_dir: str = ".",
+        id: str | None = None,
+        **options: object,
+    ) -> None: ...
+
+
+def test_swanlab_writes_into_the_run_folder_and_goes_on_in_its_experiment(tmp_path: Path) -> None:
+    options: dict[str, object] = {"experiment_name": None, "log_dir": None, "save_dir": ".", "id": None}
+    run = tmp_path / "qwen" / "2026-11-23_10-00-00"
+    path = f"{SwanLabLogger.__module__}.SwanLabLogger"
+    (found,) = all_placed(run, [Namespace(class_path=path, init_args=Namespace(**options))])
+    name = {"experiment_name": "qwen/2026-11-23_10-00-00", "id": "qwen-2026-11-23_10-00-00"}
+    assert found.init_args == Namespace(**name, log_dir=str(run / "swanlog"), save_dir=str(run))
+    assert found.dict_kwargs == {"resume": "allow"}
+    mine = options | {"id": "mine", "experiment_name": "first", "log_dir": "/data"}
+    (found,) = all_placed(run, [Namespace(class_path=path, init_args=Namespace(**mine))])
+    assert found.init_args == Namespace(**{**mine, "save_dir": str(run)})
+    assert "dict_kwargs" not in found
+
+
 class Tracked(MLFlowLogger):
     """Logger of a run in MLflow, which is not installed here; its client is the logger itself."""
 

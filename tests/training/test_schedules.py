@@ -2,7 +2,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import get_cosine_with_min_lr_schedule_with_warmup
+from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
 from lit_ft.errors import RecipeError
 from lit_ft.training.optimizers.schedules import ConstantWithWarmup, CosineWithWarmup, LinearWithWarmup
@@ -53,6 +53,22 @@ def test_cosine_to_a_fraction_is_that_of_transformers(warmup: int) -> None:
         of_both.append(values)
     assert of_both[0] == pytest.approx(of_both[1], abs=1e-12)
     assert of_both[1][-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("decay_type", "schedule"), [("cosine", CosineWithWarmup), ("linear", LinearWithWarmup)])
+def test_a_stable_part_is_that_of_transformers(decay_type: str, schedule: type[LinearWithWarmup]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    lengths = {"num_warmup_steps": 2, "num_stable_steps": 10, "num_decay_steps": 8}
+    theirs = get_wsd_schedule(optimizer, **lengths, decay_type=decay_type, min_lr_ratio=0.1).lr_lambdas[0]
+    for stable in (10, 0.5):
+        ours = schedule(optimizer, 2, total_steps=20, final_fraction=0.1, stable=stable)
+        # Theirs begins the warm-up at the final fraction.
+        assert [ours.factor(step) for step in range(2, 22)] == pytest.approx([theirs(step) for step in range(2, 22)])
+        assert ours.warning is None
+    assert "stable" not in ours.state_dict()
+    assert "never decays; lower lr_scheduler.stable" in str(schedule(optimizer, 2, total_steps=12, stable=10).warning)
+    with pytest.raises(RecipeError, match=r"stable=1.5 must be a share below 1 or a whole number"):
+        schedule(optimizer, stable=1.5)
 
 
 def test_linear_to_a_fraction() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_callbacks.export.manifest import MANIFEST, ManifestError, list_files, read_manifest, sync, write_manifest
+from lit_callbacks.export.tokenizer_files import save_tokenizer
 from lit_callbacks.output.heartbeat import heartbeat
 
 try:
@@ -67,7 +68,7 @@ def write_atomically(
         with heartbeat(f"writing {folder}"), errors_of_the_disk(folder):
             write(temporary)
         if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+            save_tokenizer(tokenizer, temporary)
         for name, text in (texts or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
         write_manifest(temporary)

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lit_callbacks.export.merge_check import MergeFailed, skeleton
+from lit_callbacks.export.tokenizer_files import save_tokenizer
 from lit_callbacks.export.weight_files import number, opened, weight_files
 from lit_callbacks.internals.transformers_internals import (
     names_in_model,
@@ -298,7 +299,7 @@ def add_files(
         if text_only and unused:
             rank_zero_info(f"{len(unused):,} tensors of the base are left out{files.summary(unused)}")
     if tokenizer is not None and not (files is not None and files.copy_tokenizer(tokenizer, folder)):
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def _snapshot_of(hub_id: str) -> Path:

@@ -17,7 +17,14 @@ from lit_callbacks.internals.transformers_internals import read_the_text_part
 from published_folders import BUILDERS, all_tensors, publish
 from safetensors.torch import load_file, save_file
 from shared_fixtures import make_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +92,7 @@ def test_nothing_of_a_published_model_is_lost(
 ) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
     base, out = published(name), tmp_path / "merged"
-    save_merged(adapted(base), out, TOKENIZER)
+    save_merged(adapted(base), out, AutoTokenizer.from_pretrained(base))
     changed = changed_tensors(base, out)
     assert changed
     assert all(tensor.endswith("self_attn.q_proj.weight") for tensor in changed)

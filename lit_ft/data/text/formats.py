@@ -5,6 +5,7 @@ the problem and the expected value; its caller adds the file and the line.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -102,7 +103,8 @@ def alpaca(row: RawRow) -> Chat:
 def sharegpt(row: RawRow) -> Chat:
     """Read ``conversations`` of ``from`` and ``value``; optional ``system``, ``tools``.
 
-    ``from``: human, gpt, system, function_call (value: JSON with name and arguments, or a list of these), observation.
+    ``from``: human, gpt, system, function_call (value: JSON with name and arguments, or a list of these; thinking in
+    <think> may be before it), observation.
     """
     turns: list[object] = []
     for number, turn in enumerate(_list(row, "conversations"), 1):
@@ -341,7 +343,7 @@ def _chat(raw: Sequence[object], row: RawRow, column: str, may_be_empty: bool = 
         mark = _mark(turn, where)
         if message["role"] == "assistant":
             learns, mark = number > of_prompt, False if number <= of_prompt else mark
-        if _joins(turn, chat.messages) and number != of_prompt + 1:
+        if _joins(turn, message, chat.messages) and number != of_prompt + 1:
             if mark not in (None, chat.marks.get(len(chat.messages) - 1)):
                 raise BadRow(
                     f"{where}: is one answer with the turn before it, which is marked otherwise; mark both alike"
@@ -370,7 +372,7 @@ def _message(turn: Mapping[str, object], where: str, may_be_empty: bool) -> Mess
     if "function_call" in message and "tool_calls" not in message:  # OpenAI's older form
         message["tool_calls"] = message.pop("function_call")
     if name in _CALLS:
-        message |= {"content": "", "tool_calls": _calls_in(message.get("content"), name, where)}
+        message["content"], message["tool_calls"] = _thinking_and_calls(message.get("content"), name, where)
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
         if role != "assistant":
@@ -386,17 +388,25 @@ def _says(key: str, value: object) -> bool:
     return value not in (EMPTY if key in ("tool_calls", "function_call") else (None,))
 
 
-def _calls_in(text: object, role: str, where: str) -> object:
-    """Calls that a turn of one of the roles ``_CALLS`` holds."""
-    calls = _json(_string(text, f"{where}: 'content'"), f"{where}: the text of a {role}")
+_THINKING = re.compile(r"\s*<think>.*?</think>\n?", re.DOTALL)
+
+
+def _thinking_and_calls(content: object, role: str, where: str) -> tuple[str, object]:
+    """Thinking, or an empty text, before the calls that a turn of one of the roles ``_CALLS`` holds, and the calls."""
+    thinking, calls = "", content
+    if not isinstance(content, dict | list):
+        text = _string(content, f"{where}: 'content'")
+        thinking = found[0] if (found := _THINKING.match(text)) else ""
+        calls = _json(text[len(thinking) :], f"{where}: the text of a {role}")
     if not isinstance(calls, dict | list) or not calls:
-        raise BadRow(f"{where}: the text of a {role} is {_shown(text)}; name and arguments are needed, as JSON")
-    return calls
+        raise BadRow(f"{where}: the text of a {role} is {_shown(content)}; name and arguments are needed, as JSON")
+    return thinking, calls
 
 
-def _joins(turn: Mapping[str, object], before: list[Message]) -> bool:
+def _joins(turn: Mapping[str, object], message: Message, before: list[Message]) -> bool:
     """Whether a turn goes on with the answer before it: a call after text, or one of several calls."""
-    return turn["role"] in _CALLS and bool(before) and before[-1]["role"] == "assistant"
+    goes_on = turn["role"] in _CALLS and not message["content"]  # thinking begins an answer
+    return goes_on and bool(before) and before[-1]["role"] == "assistant"
 
 
 def _meant(names: Mapping[str, str], role: str) -> str:

@@ -10,6 +10,8 @@ from typing import IO
 
 from lit_ft.errors import RecipeError
 
+TO_UTF_8 = "convert the file to UTF-8 (from a Chinese Windows: iconv -f GB18030 -t UTF-8 FILE > NEW)"
+"""What helps against another encoding."""
 LONGEST_ROW_BYTES = 2**26
 """Maximum size of a row, 64 MiB: some 16 million tokens. What is longer is no row, but a file without its line ends."""
 _CHUNK_BYTES = 2**20
@@ -134,6 +136,4 @@ class _Window:
             return self._decoder.decode(chunk, final=is_last)
         except UnicodeDecodeError as error:
             line = self._lines + self._text.count("\n") + error.object.count(b"\n", 0, error.start) + 1
-            raise RecipeError(
-                f"{self._file}:{line}: is not UTF-8 (byte {begin + error.start}); convert the file to UTF-8"
-            ) from error
+            raise RecipeError(f"{self._file}:{line}: is not UTF-8 (byte {begin + error.start}); {TO_UTF_8}") from error

@@ -44,8 +44,13 @@ def expected_answer(chat: Chat, template: ChatTemplate) -> str:
 
 
 def text_pieces(text: Text, closing: str) -> list[Piece]:
-    """Pieces of raw text: the prompt, and the text with the end-of-sequence token ``closing``."""
-    return [(text.prompt, False), (text.text + closing, True)]
+    """Pieces of raw text: the prompt, and the text with the end-of-sequence token ``closing``, unless it has it."""
+    return [(text.prompt, False), (text.text if is_closed(text.text, closing) else text.text + closing, True)]
+
+
+def is_closed(text: str, closing: str) -> bool:
+    """Whether raw text ends with the end-of-sequence token ``closing``, behind which templates write a line break."""
+    return text.rstrip().endswith(closing)
 
 
 def chat_samples(

@@ -25,7 +25,7 @@ from huggingface_hub import HfApi, is_offline_mode
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.printable import printable
 
-from lit_ft.data.text.json_list import LONGEST_ROW_BYTES, ROW_DECODER, items_of_list
+from lit_ft.data.text.json_list import LONGEST_ROW_BYTES, ROW_DECODER, TO_UTF_8, items_of_list
 from lit_ft.data.text.json_object import refuse_one_object
 from lit_ft.errors import BadRow, RecipeError, explained
 from lit_ft.model.files.git_pointer import refuse_pointer
@@ -419,7 +419,7 @@ def _parse_line(line: bytes) -> RawRow | BadRow:
     try:
         return _checked(ROW_DECODER.decode(line.decode("utf-8")))
     except UnicodeDecodeError as error:
-        return BadRow(f"is not UTF-8 (byte {error.start} of the line); convert the file to UTF-8")
+        return BadRow(f"is not UTF-8 (byte {error.start} of the line); {TO_UTF_8}")
     except json.JSONDecodeError as error:
         where = f"column {error.colno}: {error.msg}"
         return BadRow(f"is not JSON ({where}); each line must be one object, or the whole file a list of them")
@@ -494,4 +494,4 @@ def _decoded(file: Path, stream: IO[bytes] | gzip.GzipFile) -> Iterator[str]:
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise RecipeError(f"{file}:{number}: is not UTF-8; convert the file to UTF-8") from error
+            raise RecipeError(f"{file}:{number}: is not UTF-8; {TO_UTF_8}") from error

@@ -274,10 +274,15 @@ def _openings(template: ChatTemplate) -> str:
 def _open(
     ids: np.ndarray, labels: np.ndarray, lengths: list[int], is_text: np.ndarray, opening: int
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Insert the token ``opening`` before each raw text; as part of the text it could change the tokens after it."""
+    """Insert the token ``opening`` before each raw text that does not begin with it.
+
+    As part of the text it could change the tokens after it.
+    """
     tokens = np.array(lengths, dtype=np.int64)
-    starts = (np.cumsum(tokens) - tokens)[is_text]
-    return np.insert(ids, starts, opening), np.insert(labels, starts, IGNORE_INDEX), (tokens + is_text).tolist()
+    starts = np.cumsum(tokens) - tokens
+    lacks = is_text & (np.append(ids, IGNORE_INDEX)[starts] != opening)
+    starts = starts[lacks]
+    return np.insert(ids, starts, opening), np.insert(labels, starts, IGNORE_INDEX), (tokens + lacks).tolist()
 
 
 def begins_with_answer(chat: Chat) -> bool:
