@@ -264,7 +264,7 @@ class _Exported:
 
 
 def _run_folder(run: str) -> RunFolder:
-    folder = RunFolder(Path(run))
+    folder = RunFolder.at(run)
     if folder.config.is_file():
         return folder
     if (parent := RunFolder.of_checkpoint(folder.root)) is not None:
