@@ -226,7 +226,7 @@ def check_unchanged(folder: Path, most_bytes: int | None = None) -> None:
         RecipeError: files are missing or have changed; texts (``*.md``) may change.
     """
     try:
-        size = sum(entry.size for entry in read_manifest(folder)["files"].values())
+        size = sum(entry.size for entry in read_manifest(folder).values())
         with_sums = most_bytes is None or size <= most_bytes
         differences = verify_manifest(folder, only=lambda name: not name.endswith(".md"), with_sums=with_sums)
     except FileNotFoundError:
