@@ -321,9 +321,8 @@ def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tu
     if isinstance(module, MeasuresGradientNorm):
         if (norm := module.measured_gradient_norm(optimizer)) is not None:
             return True, norm if trainer.world_size == 1 else norm / trainer.world_size**0.5
-    elif isinstance(strategy, SumsGradientNorm):
-        if (norm := strategy.gradient_norm(parameters)) is not None:
-            return bool(parameters), norm / trainer.world_size**0.5
+    elif isinstance(strategy, SumsGradientNorm) and (norm := strategy.gradient_norm(parameters)) is not None:
+        return bool(parameters), norm / trainer.world_size**0.5
     return bool(parameters), squared_norm(parameters, trainer).sqrt() if parameters else 0.0
 
 
