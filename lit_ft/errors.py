@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -72,6 +73,22 @@ def explained(what: str, fix: str, also: tuple[type[Exception], ...] = ()) -> It
         raise
     except LIBRARY_ERRORS + also as error:
         raise RecipeError(f"{what}: {type(error).__name__}: {first_line(error)}; {fix}") from error
+
+
+def check_installed(what: str, extra: str, *packages: str) -> None:
+    """Refuse what needs packages that are not there.
+
+    Args:
+        what: what needs them, with the verb, for the message.
+        extra: extra of lit_ft that installs them.
+        packages: names by which they are imported.
+
+    Raises:
+        RecipeError: one of them is not installed.
+    """
+    for package in packages:
+        if find_spec(package.partition(".")[0]) is None:
+            raise RecipeError(f"{what} the package {package}, which is not installed; pip install -e '.[{extra}]'")
 
 
 def first_line(error: Exception) -> str:

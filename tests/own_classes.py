@@ -1,10 +1,12 @@
-"""A user's module and data module, independent of lit_ft."""
+"""A user's classes: module and data module independent of lit_ft, a logger, and metrics beside those of CausalLM."""
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
+
+from lit_ft import CausalLM
 
 
 class OwnModule(LightningModule):
@@ -37,3 +39,14 @@ class SeveralValidationSets(LightningDataModule):
 
     def test_dataloader(self) -> DataLoader:
         return self.train_dataloader()
+
+
+class OwnMetric(Callback):
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.log("val/own", 1.0)
+
+
+class OwnCausalLM(CausalLM):
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("val/own", 1.0)

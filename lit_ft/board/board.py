@@ -124,8 +124,7 @@ class Board:
 
     def can_stop(self, run: RunFolder) -> bool:
         """Whether the run's process is known on this machine."""
-        record = self.processes.find(run.root / BOARD, "fit")
-        return (record is not None and self.processes.is_alive(record)) or process_of_lock(run) is not None
+        return self.processes.running(run.root / BOARD, "fit") is not None or process_of_lock(run) is not None
 
     def stop(self, run: RunFolder) -> None:
         """Send SIGINT to a run: it saves a checkpoint and ends.
@@ -133,8 +132,7 @@ class Board:
         Raises:
             RecipeError: its process is not on this machine, or is another user's.
         """
-        record = self.processes.find(run.root / BOARD, "fit")
-        if record is not None and self.processes.is_alive(record):
+        if (record := self.processes.running(run.root / BOARD, "fit")) is not None:
             self.processes.stop(record)
             return
         pid = process_of_lock(run)
@@ -188,8 +186,8 @@ class Board:
     def open_chat(self, run: RunFolder) -> Record:
         """Start ``serve`` of a run, or find the one that runs; of full fine-tuning beside its base, a second model."""
         folder = run.root / BOARD
-        record = self.processes.find(folder, "serve")
-        if record is None or not self.processes.is_alive(record):
+        record = self.processes.running(folder, "serve")
+        if record is None:
             model = run.recipe()["model"].get("init_args", {})
             base = [model["pretrained"]] if model.get("peft") is None and "pretrained" in model else []
             key = _write_key(folder / SERVE_KEY)
@@ -206,9 +204,9 @@ class Board:
             RecipeError: it has ended.
         """
         folder = run.root / BOARD
-        record = self.processes.find(folder, "serve")
+        is_open = self.is_chat_open(run)
         log = log_tail(folder / "serve.log")
-        if record is None or not self.processes.is_alive(record):
+        if not is_open:
             lines = [line for line in log.splitlines() if line.strip()]
             raise RecipeError(lines[-1] if lines else "the server has ended")
         addresses = re.findall(r"^listening on (http://\S+)/v1", log, re.MULTILINE)
@@ -216,8 +214,7 @@ class Board:
 
     def is_chat_open(self, run: RunFolder) -> bool:
         """Whether a server of the run is there."""
-        record = self.processes.find(run.root / BOARD, "serve")
-        return record is not None and self.processes.is_alive(record)
+        return self.processes.running(run.root / BOARD, "serve") is not None
 
     def close_chat(self, run: RunFolder) -> None:
         """Stop the server of a run."""

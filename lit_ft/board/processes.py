@@ -74,7 +74,7 @@ class Processes:
             return self._start(folder, kind, arguments)
 
     def _start(self, folder: Path, kind: str, arguments: Sequence[str]) -> Record:
-        if (earlier := self.find(folder, kind)) is not None and self.is_alive(earlier):
+        if (earlier := self.running(folder, kind)) is not None:
             raise RecipeError(f"{kind} is running already (process {earlier.pid}); stop it, or wait for its end")
         try:
             folder.mkdir(exist_ok=True)  # not its parent: a run that was deleted does not come back as an empty folder
@@ -111,6 +111,11 @@ class Processes:
             record.exit_code = code
             _write(folder, record)
         return record
+
+    def running(self, folder: Path, kind: str) -> Record | None:
+        """Record of the process of a kind that runs; None if there is none."""
+        record = self.find(folder, kind)
+        return record if record is not None and self.is_alive(record) else None
 
     def is_alive(self, record: Record) -> bool:
         """Whether the process of a record still runs."""

@@ -128,15 +128,15 @@ class Runs:
         return environment if isinstance(environment, dict) else {}
 
     def _state(self, run: RunFolder) -> tuple[State, str]:
-        record = self._processes.find(run.root / BOARD, "fit")
-        is_alive = record is not None and self._processes.is_alive(record)
+        started = self._processes.running(run.root / BOARD, "fit")
         if is_running(run.root):
             return "running", ""
-        if is_alive:
+        if started is not None:
             return "starting", ""
         if finished_step(run.finished) is not None:
             return "finished", ""
         line = last_line(log_of(run))
+        record = self._processes.find(run.root / BOARD, "fit")
         code = None if record is None else record.exit_code
         if line.startswith(("lit_ft: error", "lit_ft: failed")):
             return "failed", line

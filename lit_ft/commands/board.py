@@ -3,18 +3,16 @@
 import argparse
 import secrets
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from lit_ft.commands.inference.keys import given_key
 from lit_ft.commands.inference.listening import LOOPBACK, address_of, listening
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_installed
 from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.run.folder import RUNS
 
 TOKEN_VARIABLE = "LIT_FT_BOARD_TOKEN"
 """Environment variable with the token."""
-_PACKAGES = ("nicegui", "ruamel.yaml", "psutil")
 _DESCRIPTION = (
     "Start runs from a form and watch them in a browser, talk to them and export them. Trainings are processes of "
     "their own: they go on when the page or the board is closed."
@@ -34,7 +32,7 @@ def run(arguments: list[str]) -> None:
     options = parser.parse_args(arguments[1:])
     token = _token(given_key("token", options.token, options.token_file, TOKEN_VARIABLE))
     _check_folders(options.runs, options.recipes)
-    _check_packages()
+    check_installed("board needs", "board", "nicegui", "ruamel.yaml", "psutil")
     with listening(options.host, options.port) as listener:
         from lit_ft.board.board import Board
         from lit_ft.board.server import application, serve
@@ -62,14 +60,6 @@ def _check_folders(runs: Sequence[Path], recipes: Path | None) -> None:
             raise RecipeError(f"RUNS={str(path)!r} is no folder; name one, which is made where it is missing")
     if recipes is not None and not recipes.is_dir():
         raise RecipeError(f"recipes={str(recipes)!r} is no folder; name one with recipes, or leave it out")
-
-
-def _check_packages() -> None:
-    missing = [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is None]
-    if missing:
-        raise RecipeError(
-            f"board needs {' and '.join(missing)}, not all of which are installed; pip install -e '.[board]'"
-        )
 
 
 def _fit_parser() -> "argparse.ArgumentParser":

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_installed
 from lit_ft.export.adapter_folders import (
     Adapter,
     Combination,
@@ -181,8 +180,7 @@ def _check_gguf(
         raise RecipeError(f"dtype={dtype} is for Hugging Face folders; the weights of a GGUF file have gguf={gguf}")
     if quantized_base == "keep":
         raise RecipeError("quantized_base=keep is for Hugging Face folders; use dequantize, and choose --gguf q8_0")
-    if find_spec("gguf") is None:
-        raise RecipeError("GGUF files need the package gguf, which is not installed; pip install -e '.[gguf]'")
+    check_installed("GGUF files need", "gguf", "gguf")
 
 
 @contextmanager
@@ -264,7 +262,7 @@ class _Exported:
 
 
 def _run_folder(run: str) -> RunFolder:
-    folder = RunFolder(Path(run))
+    folder = RunFolder.at(run)
     if folder.config.is_file():
         return folder
     if (parent := RunFolder.of_checkpoint(folder.root)) is not None:

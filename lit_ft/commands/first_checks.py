@@ -19,7 +19,7 @@ from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.isolation import architectures
 from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
-from lit_ft.recipe.callback_checks import check_callbacks, check_schedule
+from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, log_own_metrics
 from lit_ft.recipe.checks import allow_one_loader
 from lit_ft.run import predictions
 from lit_ft.run.launching import is_rank_zero
@@ -71,7 +71,7 @@ class FirstChecks:
                 _check_merge(model, skeleton)
             if is_fit:
                 schedule = self._try_optimizer(skeleton)
-                self._check_steps(schedule)
+                self._check_steps(model, schedule)
             allow_one_loader(self.data)
         if isinstance(self.data, TextDataModule):
             self._check_data(self.data, model)
@@ -120,12 +120,13 @@ class FirstChecks:
         with explained("lr_scheduler", "fix its init_args"):
             return self.lr_scheduler(built)
 
-    def _check_steps(self, schedule: Schedule | None) -> None:
+    def _check_steps(self, model: CausalLM, schedule: Schedule | None) -> None:
         """Check that callbacks and schedule get the validations and the steps that they wait for."""
         has_data = self.data.splits.validates if isinstance(self.data, TextDataModule) else True
         validates = bool(has_data and self.options.trainer.limit_val_batches != 0)
-        check_callbacks(self.callbacks, validates)
-        check_schedule(schedule, validates)
+        logs_more = log_own_metrics([model, *self.callbacks])
+        check_callbacks(self.callbacks, validates, logs_more)
+        check_schedule(schedule, validates, logs_more)
         check_total_steps(schedule, self.trainer)
 
     def _check_data(self, data: TextDataModule, model: LightningModule) -> None:

@@ -12,7 +12,7 @@ from lit_callbacks.output.quantities import as_count, as_number
 from lit_ft.commands.train import RecipeCLI
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, option_called
-from lit_ft.recipe.allowed_code import is_allowed
+from lit_ft.recipe.callback_checks import log_own_metrics
 from lit_ft.recipe.files import read_once
 from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.recipe.trainer_checks import quiet_trainer
@@ -93,10 +93,9 @@ def _names(argument: str, key: str) -> bool:
 
 
 def _mode(metric: str) -> Literal["min", "max"]:
-    name = metric.split("/loss/")[0] if "/loss/" in metric else metric
-    if metric.split("/")[1:2] == ["loss"] or name.endswith(_LOWER):
+    if "loss" in metric.split("/")[1:] or metric.endswith(_LOWER):  # also val/loss/SOURCE
         return "min"
-    if name.endswith(_HIGHER):
+    if metric.endswith(_HIGHER):
         return "max"
     raise RecipeError(
         f"--metric {metric}: its name does not say whether lower or higher is better; add --mode min or max"
@@ -114,8 +113,8 @@ def _plan(variations: list[Variation], trials: int | None) -> tuple[int, Propose
         return len(grid), lambda trials, *_: grid[len(trials)]
     if trials < 1:
         raise RecipeError(f"--trials {trials}: must be at least 1; leave it out for a grid")
-    listed = [variation for variation in variations if not isinstance(variation.values, Range)]
-    if len(listed) == len(variations) and trials >= (size := len(list(combinations(variations)))):
+    has_range = any(isinstance(variation.values, Range) for variation in variations)
+    if not has_range and trials >= (size := len(list(combinations(variations)))):
         raise RecipeError(
             f"--trials {trials}: there are only {size} combinations; leave --trials out to train each once"
         )
@@ -181,13 +180,12 @@ class TrialCLI(RecipeCLI):
                 f"--metric {metric}: the recipe has no validation data; set data.val_path or data.val_fraction, or "
                 "compare trials by --metric train/loss"
             )
-        given = self.options_init("trainer").callbacks or []
-        callbacks = given if isinstance(given, list) else [given]
+        callbacks = self._given_callbacks()
         known = [name for split in ("train", "val")[: 1 + validates] for name in metric_names(split)]
         known += ["val/exact_match"] * any(isinstance(callback, ExactMatch) for callback in callbacks)
-        # Callbacks of the user log what they want, and lit_callbacks' log under names of their own (throughput/...).
-        is_free = split not in ("train", "val", "test") and "/" in metric
-        is_free = is_free or "/loss/" in metric or not all(is_allowed(type(one).__module__) for one in callbacks)
+        # Losses of sources, and what callbacks log, have names of their own (throughput/...).
+        is_free = "/loss/" in metric or ("/" in metric and split not in ("train", "val", "test"))
+        is_free = is_free or log_own_metrics([self.model, *callbacks])
         if metric not in known and not is_free:
             near = get_close_matches(metric, known, n=1)
             advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

@@ -41,6 +41,15 @@ Combination = Literal[
 OVERRIDES = "model.config_overrides"
 
 
+def adapter_folder(path: Path) -> Path | None:
+    """Folder of the adapter that a path names: the path itself, or that of a run's adapter; None if there is none."""
+    for folder in (path, path / "adapter"):
+        put_back(folder)
+        if (folder / "adapter_config.json").is_file():
+            return folder
+    return None
+
+
 @dataclass(frozen=True)
 class Adapter:
     """Adapter in a folder, with its weight in a combination."""
@@ -55,6 +64,8 @@ class Adapter:
         Raises:
             RecipeError: the path has no adapter, or the weight is not finite.
         """
+        if (folder := adapter_folder(Path(text))) is not None:  # whose name may hold "=", too
+            return cls(folder)
         path, _, number = text.rpartition("=")
         try:
             weight = float(number) if path else 1.0
@@ -63,10 +74,8 @@ class Adapter:
         if not math.isfinite(weight):
             raise RecipeError(f"adapter={text!r}: the weight {number} must be a finite number")
         named = Path(path or text)
-        for folder in (named, named / "adapter"):
-            put_back(folder)
-            if (folder / "adapter_config.json").is_file():
-                return cls(folder, weight)
+        if (folder := adapter_folder(named)) is not None:
+            return cls(folder, weight)
         raise RecipeError(
             f"adapter={text!r}: neither {str(named)!r} nor {str(named / 'adapter')!r} holds an adapter_config.json; "
             "name an adapter's folder or a run's, with =WEIGHT behind it where there are several"
@@ -217,7 +226,7 @@ def check_unchanged(folder: Path, most_bytes: int | None = None) -> None:
         RecipeError: files are missing or have changed; texts (``*.md``) may change.
     """
     try:
-        size = sum(entry.size for entry in read_manifest(folder)["files"].values())
+        size = sum(entry.size for entry in read_manifest(folder).values())
         with_sums = most_bytes is None or size <= most_bytes
         differences = verify_manifest(folder, only=lambda name: not name.endswith(".md"), with_sums=with_sums)
     except FileNotFoundError:

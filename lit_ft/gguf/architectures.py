@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import Architecture
 from lit_ft.model.config.positions import positions_of
 
 
@@ -76,11 +77,6 @@ def _not_computed(config: PretrainedConfig, family: Family) -> str | None:
     return None
 
 
-def head_size(config: PretrainedConfig) -> int:
-    """Elements of one attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def context_length(config: PretrainedConfig) -> int:
     """Positions up to which llama.cpp computes what transformers does: it has no sliding window for these families."""
     positions = positions_of(config.max_position_embeddings, config.rope_parameters)
@@ -97,9 +93,10 @@ def write_hyperparameters(writer: gguf.GGUFWriter, config: PretrainedConfig) -> 
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(head_size(config))
-    writer.add_value_length(head_size(config))
-    writer.add_rope_dimension_count(head_size(config))
+    head_dim = Architecture.of(config).head_dim
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config.vocab_size)
     _write_rope(writer, config.rope_parameters)
 
@@ -125,5 +122,6 @@ def rope_divisors(config: PretrainedConfig) -> torch.Tensor | None:
     if config.rope_parameters["rope_type"] != "llama3":
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    steps = torch.arange(0, head_size(config), 2, dtype=torch.float32) / head_size(config)
+    head_dim = Architecture.of(config).head_dim
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return (1.0 / config.rope_parameters["rope_theta"] ** steps) / scaled

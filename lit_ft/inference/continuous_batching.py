@@ -15,9 +15,11 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput
 
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.inference.text_stream import NewTokens, stream_tokens
+from lit_ft.inference.text_stream import stream_tokens
 from lit_ft.inference.token_choice import TokenChoice, TokenLogprob, logprobs_of
 from lit_ft.internals.transformers import attention_implementation, takes_any_attention
+from lit_ft.model.architecture import Architecture
+from lit_ft.model.generation import pad_id
 
 PAGE_TOKENS = 32
 """Tokens of a page of the KV cache; a sequence wastes half a page on average."""
@@ -121,10 +123,9 @@ def cache_tokens_in(opened: OpenedModel, cache_gib: float) -> int:
         opened: model that answers.
         cache_gib: size of the cache, in GiB.
     """
-    config = opened.base.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    page_bytes = 2 * config.num_hidden_layers * heads * size * PAGE_TOKENS * opened.base.dtype.itemsize
+    config = opened.base.config
+    layers, model = config.get_text_config().num_hidden_layers, Architecture.of(config)
+    page_bytes = 2 * layers * model.kv_heads * model.head_dim * PAGE_TOKENS * opened.base.dtype.itemsize
     return int(cache_gib * 2**30 / page_bytes) * PAGE_TOKENS
 
 
@@ -281,14 +282,13 @@ class SequentialEngine:
 
         if is_cancelled():
             return
-        tokenizer = self.opened.tokenizer
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=generation.max_tokens,
             eos_token_id=generation.stops or None,
-            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            pad_token_id=pad_id(self.opened.tokenizer),
         )
-        stream_tokens(self.opened, generation.prompt, config, NewTokens(take), is_cancelled, generation.choice)
+        stream_tokens(self.opened, generation.prompt, config, take, is_cancelled, generation.choice)
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *values: object) -> None:

@@ -17,6 +17,7 @@ from lit_ft.errors import RecipeError, option_called
 from lit_ft.export.adapter_folders import (
     Adapter,
     about_base,
+    adapter_folder,
     base_of,
     check_base_config,
     check_unchanged,
@@ -210,7 +211,8 @@ def open_model(
     """
     folder = Path(path).expanduser()
     is_run = RunFolder(folder).config.is_file()
-    if base is not None and (is_run or not _has_adapter(folder)):
+    adapter = None if is_run else adapter_folder(folder)
+    if base is not None and adapter is None:
         raise RecipeError(f"base={base!r} is for an adapter's folder, and {path!r} is none; leave it out")
     if ckpt_path != LAST and not is_run:
         raise RecipeError(
@@ -219,8 +221,8 @@ def open_model(
     chosen = _TemplateChoice(chat_template, needs_template)
     if is_run:
         return _open_run(RunFolder(folder), ckpt_path, chosen, shared)
-    if _has_adapter(folder):
-        return _open_adapter(Adapter.parse(str(folder)), base, chosen, shared)
+    if adapter is not None:
+        return _open_adapter(Adapter(adapter), base, chosen, shared)
     with _model_at(path) as spec:
         spec.skeleton()
         return _opened(spec.build(loading.DENSE), spec, path, chosen)
@@ -254,8 +256,8 @@ def open_tokenizer(path: str, chat_template: str | None) -> tuple[PreTrainedToke
     if RunFolder(folder).config.is_file():
         tokenizer = module_of(RunFolder(folder)).tokenizer
         options = RunFolder(folder).recipe()["data"].get("init_args", {}).get("template_options")
-    elif _has_adapter(folder):
-        tokenizer = base_of(Adapter.parse(str(folder)), None).tokenizer
+    elif (adapter := adapter_folder(folder)) is not None:
+        tokenizer = base_of(Adapter(adapter), None).tokenizer
     else:
         with _model_at(path) as spec:
             tokenizer = spec.tokenizer
@@ -292,10 +294,6 @@ class _TemplateChoice:
         if not has_template and not self.is_needed:
             set_chat_template(tokenizer, "plain")
         return has_template
-
-
-def _has_adapter(folder: Path) -> bool:
-    return any((one / "adapter_config.json").is_file() for one in (folder, folder / "adapter"))
 
 
 def _open_run(run: RunFolder, ckpt_path: str, chosen: _TemplateChoice, shared: SharedBase | None) -> OpenedModel:

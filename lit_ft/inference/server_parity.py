@@ -20,7 +20,7 @@ from lit_ft.inference.answered_turns import AnsweredTurn
 from lit_ft.inference.continuous_batching import score
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.inference.text_stream import Decoding, NewTokens, positions, stream_tokens
+from lit_ft.inference.text_stream import Decoding, positions, stream_tokens
 from lit_ft.model.generation import stop_ids
 
 SERVED_BOUNDS = {"F32": 0.05, "F16": 0.05, "BF16": 0.5, "Q8_0": 0.5}
@@ -196,7 +196,7 @@ def _logprobs(opened: OpenedModel, ids: Sequence[int]) -> list[float]:
 def _greedy(opened: OpenedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     config = Decoding(max_new_tokens, temperature=0, repetition_penalty=1.0).generation_config(opened)
     answer: list[int] = []
-    stream_tokens(opened, prompt, config, NewTokens(answer.extend))
+    stream_tokens(opened, prompt, config, answer.extend)
     return answer
 
 

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.internals.peft import virtual_tokens_in_answers
-from lit_ft.model.generation import SMALLEST_TEMPERATURE, stop_ids
+from lit_ft.model.generation import SMALLEST_TEMPERATURE, pad_id, stop_ids
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Decoding:
             **{**values, "do_sample": is_drawn},
             max_new_tokens=self.max_new_tokens,
             eos_token_id=stop_ids(opened.base, tokenizer) or None,
-            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            pad_token_id=pad_id(tokenizer),
         )
 
     def describe(self, opened: OpenedModel) -> str:
@@ -128,12 +128,8 @@ class StreamedAnswer:
         return len(self.ids)
 
 
-class NewTokens(BaseStreamer):
-    """Streamer that hands on the new tokens, without the prompt's.
-
-    Args:
-        take: is called with the tokens of each step.
-    """
+class _NewTokens(BaseStreamer):
+    """Streamer that hands on the new tokens, without the prompt's."""
 
     def __init__(self, take: Callable[[list[int]], object]) -> None:
         self._take, self._is_prompt = take, True
@@ -176,21 +172,17 @@ class TextPieces:
         return str(self._tokenizer.decode(self._before + self._waiting))[len(known) :]
 
 
-class AnswerText(BaseStreamer):
-    """Streamer that hands text on as soon as its characters are complete, without the tokens that end a turn."""
+class AnswerText:
+    """Text of an answer, handed on as soon as its characters are complete, without the tokens that end a turn."""
 
     def __init__(self, opened: OpenedModel, stops: set[int], show: Callable[[str], object]) -> None:
         self._pieces, self._stops, self._show = TextPieces(opened.tokenizer), stops, show
-        self._is_prompt = True
         self.ids: list[int] = []
 
-    def put(self, value: torch.Tensor) -> None:
-        """Take new tokens, ``(tokens,)``; the first call is the prompt's."""
-        if self._is_prompt:  # generate passes the prompt first
-            self._is_prompt = False
-            return
-        for token in value.tolist():
-            self.ids.append(token)
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add new tokens."""
+        self.ids += tokens
+        for token in tokens:
             if token not in self._stops and (text := self._pieces.add(token)):
                 self._show(text)
 
@@ -246,14 +238,15 @@ def stream_answer(
         pieces.append(piece)
         show(piece)
 
-    stream, began = AnswerText(opened, stops, take), time.perf_counter()
+    text, began = AnswerText(opened, stops, take), time.perf_counter()
     if decoding.seed is not None:
         torch.manual_seed(decoding.seed)
-    stream_tokens(opened, ids, config, stream, is_cancelled)
-    ended: Literal["stop", "length", "cancelled"] = "stop" if stops.intersection(stream.ids[-1:]) else "length"
+    stream_tokens(opened, ids, config, text.add, is_cancelled)
+    text.end()
+    ended: Literal["stop", "length", "cancelled"] = "stop" if stops.intersection(text.ids[-1:]) else "length"
     if ended == "length" and is_cancelled():
         ended = "cancelled"
-    return StreamedAnswer("".join(pieces), tuple(stream.ids), time.perf_counter() - began, ended)
+    return StreamedAnswer("".join(pieces), tuple(text.ids), time.perf_counter() - began, ended)
 
 
 @torch.no_grad()
@@ -261,7 +254,7 @@ def stream_tokens(
     opened: OpenedModel,
     ids: Sequence[int],
     config: GenerationConfig,
-    streamer: BaseStreamer,
+    take: Callable[[list[int]], object],
     is_cancelled: Callable[[], bool] = lambda: False,
     choice: LogitsProcessor | None = None,
 ) -> None:
@@ -271,7 +264,7 @@ def stream_tokens(
         opened: model that answers.
         ids: tokens of the prompt.
         config: how tokens are chosen, and which ones end the answer.
-        streamer: is given the prompt's tokens and each new one.
+        take: is called with the new tokens of each step.
         is_cancelled: asked after each token whether to stop.
         choice: changes the logits of each step, before what ``config`` asks for.
     """
@@ -282,7 +275,7 @@ def stream_tokens(
             opened.model.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
-                streamer=streamer,
+                streamer=_NewTokens(take),
                 stopping_criteria=StoppingCriteriaList([_Cancelled(is_cancelled)]),
                 logits_processor=LogitsProcessorList([] if choice is None else [choice]),
             )

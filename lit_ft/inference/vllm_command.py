@@ -8,6 +8,7 @@ from pathlib import Path
 from peft import LoraConfig, PeftModel
 from transformers import PretrainedConfig
 
+from lit_ft.export.adapter_folders import adapter_folder
 from lit_ft.inference.opening import BASE, OpenedModel
 from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import RunFolder
@@ -27,11 +28,12 @@ def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) ->
     if not adapted:
         whole = [path for path in paths.values() if RunFolder(Path(path)).config.is_file()]
         before = "".join(f"python -m lit_ft export --run {shlex.quote(path)} --merge ; " for path in whole)
-        folders = [f"{path.rstrip('/')}/merged" if path in whole else path for path in paths.values()]
-        return before + " ; ".join(f"vllm serve {shlex.quote(folder)}" for folder in folders)
+        served = [f"{path.rstrip('/')}/merged" if path in whole else path for path in paths.values()]
+        return before + " ; ".join(f"vllm serve {shlex.quote(folder)}" for folder in served)
+    folders = {name: adapter_folder(Path(paths[name])) for name in adapted}
     for name, model in adapted.items():
         if reason := _unsupported(model):
-            option = "--adapter" if _has_adapter(Path(paths[name])) else "--run"
+            option = "--run" if folders[name] is None else "--adapter"
             return (
                 f"vLLM does not take the adapter of {name} ({reason}); merge it: python -m lit_ft export {option} "
                 f"{shlex.quote(paths[name])} --merge --out {name}-merged ; vllm serve {name}-merged"
@@ -43,16 +45,17 @@ def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) ->
             "each alone, and the line has its template"
         )
     rank = max(_rank(model) for model in adapted.values())
-    modules = [f"{name}={_adapter_folder(Path(paths[name]))}" for name in adapted]
+    places = {name: folder or Path(paths[name]) / "adapter" for name, folder in folders.items()}
+    modules = [f"{name}={place}" for name, place in places.items()]
     base = opened[BASE] if BASE in opened else next(iter(opened.values()))
     command = ["vllm", "serve", base.pretrained, "--served-model-name", BASE, "--enable-lora"]
     if overrides := _config_overrides(base):
         command += ["--hf-overrides", json.dumps(overrides)]
     name, template = next(iter(templates.items()))
     if template != ModelSpec(base.pretrained, base.pretrained).tokenizer.chat_template:  # with defaults of its own, too
-        command += ["--chat-template", str(_adapter_folder(Path(paths[name])) / "chat_template.jinja")]
+        command += ["--chat-template", str(places[name] / "chat_template.jinja")]
     command += ["--max-lora-rank", str(min(one for one in _RANKS if one >= rank)), "--lora-modules", *modules]
-    missing = [path for name, path in paths.items() if name in adapted and not _has_adapter(Path(path))]
+    missing = [path for name, path in paths.items() if name in folders and folders[name] is None]
     before = "".join(f"python -m lit_ft export --run {shlex.quote(path)} ; " for path in missing)
     return before + shlex.join(command)
 
@@ -93,11 +96,3 @@ def _unsupported(model: PeftModel) -> str | None:
 def _rank(model: PeftModel) -> int:
     config = next(iter(model.peft_config.values()))
     return max([config.r, *config.rank_pattern.values()]) if isinstance(config, LoraConfig) else 0
-
-
-def _has_adapter(path: Path) -> bool:
-    return (_adapter_folder(path) / "adapter_config.json").is_file()
-
-
-def _adapter_folder(path: Path) -> Path:
-    return path if (path / "adapter_config.json").is_file() else path / "adapter"

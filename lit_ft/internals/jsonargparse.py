@@ -68,13 +68,13 @@ def allow_untyped(option: Action) -> None:
     option.sub_add_kwargs["fail_untyped"] = False  # type: ignore[attr-defined]
 
 
-def leave_out_of_help(parser: ArgumentParser, option: str, positional: int) -> None:
-    """Show no first arguments of the classes that an option takes, which the code that builds them gives.
+def leave_first_out_of_help(parser: ArgumentParser, option: str) -> None:
+    """Do not show the first argument of the classes that an option takes, which the code that builds them gives.
 
     Where the option may be null, too, jsonargparse shows them as required.
     """
     (shown,) = (action for action in parser._actions if action.dest == f"{option}.help")
-    shown.sub_add_kwargs = {"fail_untyped": False, "skip": {positional}}
+    shown.sub_add_kwargs = {"fail_untyped": False, "skip": {1}}
 
 
 class OptionSchema(NamedTuple):

@@ -160,6 +160,12 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     return list(dict.fromkeys([*stops, *tokenizer.convert_tokens_to_ids(closing)]))
 
 
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Token that fills up prompts and ended answers; one that ends answers where the tokenizer names none."""
+    pad: int | None = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if pad is None else pad
+
+
 def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Special tokens that the chat template writes right after an answer; empty without a chat template."""
     one, (_, closing) = _special_tokens(tokenizer), _around(tokenizer, _ANSWER, _ANSWERED)
@@ -303,12 +309,12 @@ def _generate(
     processors: LogitsProcessorList,
 ) -> list[list[int]]:
     """Tokens of the answers to a left-padded batch of prompts."""
-    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    padding = pad_id(tokenizer)
     longest = max(map(len, prompts))
-    input_ids = torch.tensor([[pad_token_id] * (longest - len(ids)) + ids for ids in prompts], device=base.device)
+    input_ids = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts], device=base.device)
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=base.device)
     stops = stop_ids(base, tokenizer)
-    with dense_attention(base), greedy_decoding(base, stops, pad_token_id), virtual_tokens_in_answers(model):
+    with dense_attention(base), greedy_decoding(base, stops, padding), virtual_tokens_in_answers(model):
         generated = model.generate(
             input_ids=input_ids,
             attention_mask=mask,

@@ -4,7 +4,7 @@ A schedule that reads a metric is checked too.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from string import Formatter
 
@@ -29,15 +29,22 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import validation_interval
 from lit_ft.process import data_parallel, datamodule_of
+from lit_ft.recipe.allowed_code import is_allowed
 from lit_ft.training.metrics import metric_names
 
 
-def check_callbacks(callbacks: Sequence[Callback], has_validation: bool) -> None:
+def log_own_metrics(parts: Iterable[object]) -> bool:
+    """Whether a module or a callback is of a user's own class, which may log metrics under any name."""
+    return not all(is_allowed(type(part).__module__) for part in parts)
+
+
+def check_callbacks(callbacks: Sequence[Callback], has_validation: bool, logs_more: bool = False) -> None:
     """Refuse callbacks that would end the run at their first look, or take another place than the recipe's.
 
     Args:
         callbacks: callbacks of the trainer.
         has_validation: whether there is validation data, and the trainer looks at it.
+        logs_more: whether ``log_own_metrics`` holds of the recipe.
 
     Raises:
         RecipeError: a metric that ``CausalLM`` does not log is monitored, a file name would be a folder, or a
@@ -56,12 +63,12 @@ def check_callbacks(callbacks: Sequence[Callback], has_validation: bool) -> None
         if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor is not None:
             who = f"trainer.callbacks: {type(callback).__name__}"
             if not (isinstance(callback, ModelCheckpoint) and callback.monitor in POSITIONS):
-                check_monitor(callback.monitor, f"{who} monitors", has_validation)
+                check_monitor(callback.monitor, f"{who} monitors", has_validation, logs_more)
             _check_mode(callback.monitor, callback.mode, who)
         if isinstance(callback, ModelCheckpoint) and callback.filename:
             if callback.auto_insert_metric_name:
                 _check_filename(callback.filename)
-            _check_fields(callback.filename, has_validation)
+            _check_fields(callback.filename, has_validation, logs_more)
 
 
 _REFUSED: dict[type[Callback], str] = {
@@ -74,18 +81,19 @@ _REFUSED: dict[type[Callback], str] = {
 }
 
 
-def check_schedule(schedule: object, has_validation: bool) -> None:
+def check_schedule(schedule: object, has_validation: bool, logs_more: bool = False) -> None:
     """Refuse a ``ReduceLROnPlateau`` that would end the run at the end of its first epoch.
 
     Args:
         schedule: learning-rate schedule of the recipe, or None.
         has_validation: whether there is validation data, and the trainer looks at it.
+        logs_more: whether ``log_own_metrics`` holds of the recipe.
 
     Raises:
         RecipeError: it names no metric, or one that ``CausalLM`` does not log.
     """
     if isinstance(schedule, ReduceLROnPlateau):
-        check_monitor(schedule.monitor, "lr_scheduler: ReduceLROnPlateau reads", has_validation)
+        check_monitor(schedule.monitor, "lr_scheduler: ReduceLROnPlateau reads", has_validation, logs_more)
     elif isinstance(schedule, PlainReduceLROnPlateau):
         raise RecipeError(
             "lr_scheduler: torch's ReduceLROnPlateau names no metric; write lightning.pytorch.cli.ReduceLROnPlateau "
@@ -93,13 +101,14 @@ def check_schedule(schedule: object, has_validation: bool) -> None:
         )
 
 
-def check_monitor(monitor: str, who: str, has_validation: bool) -> None:
+def check_monitor(monitor: str, who: str, has_validation: bool, logs_more: bool) -> None:
     """Refuse the name of a metric that ``CausalLM`` does not log.
 
     Args:
         monitor: the name.
         who: who reads it, and how, for the message.
         has_validation: whether there is validation data, and the trainer looks at it.
+        logs_more: whether ``log_own_metrics`` holds of the recipe.
 
     Raises:
         RecipeError: it is not logged.
@@ -111,7 +120,7 @@ def check_monitor(monitor: str, who: str, has_validation: bool) -> None:
             f"{who} {monitor!r}, and there is no validation; set data.val_path or data.val_fraction, or take train/loss"
         )
     # Losses of sources, and what other callbacks and modules log, have names of their own.
-    if monitor in known or rest.startswith("loss/") or (rest and split not in ("train", "val")):
+    if logs_more or monitor in known or rest.startswith("loss/") or (rest and split not in ("train", "val")):
         return
     near = get_close_matches(monitor, known, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]!r}? " if near else ""
@@ -133,7 +142,7 @@ def _check_mode(monitor: str, mode: str, who: str) -> None:
         raise RecipeError(f"{who} takes the worst {monitor} for the best with mode={mode}; set mode: {better}")
 
 
-def _check_fields(filename: str, has_validation: bool) -> None:
+def _check_fields(filename: str, has_validation: bool, logs_more: bool) -> None:
     """Refuse a name of a checkpoint that cannot be filled in: Lightning would fail at the first one, or write 0."""
     try:
         names = [name for _, name, _, _ in Formatter().parse(filename) if name is not None]
@@ -144,7 +153,8 @@ def _check_fields(filename: str, has_validation: bool) -> None:
         ) from error
     for name in names:
         if name not in POSITIONS:
-            check_monitor(name, f"trainer.callbacks: ModelCheckpoint's filename {filename!r} names", has_validation)
+            who = f"trainer.callbacks: ModelCheckpoint's filename {filename!r} names"
+            check_monitor(name, who, has_validation, logs_more)
 
 
 def _check_filename(filename: str) -> None:
@@ -169,10 +179,6 @@ class FirstValidationCheck(Callback):
             RecipeError: the run ends first, and an ``EarlyStopping`` waits for the validation.
         """
         data = datamodule_of(trainer)
-        monitored = (
-            one.monitor for one in attributes_of(trainer).callbacks if isinstance(one, EarlyStopping) and one.strict
-        )
-        monitor = next((name for name in monitored if name.startswith("val/")), None)
         if stage != "fit" or not isinstance(data, TextDataModule) or data.streaming:
             return
         if not data.splits.validates or trainer.limit_val_batches == 0:
@@ -189,6 +195,10 @@ class FirstValidationCheck(Callback):
                 f"first validation after {first:,}"
             )
             advice = _earlier(trainer.check_val_every_n_epoch, length, batches)
+            waiting = (
+                one.monitor for one in attributes_of(trainer).callbacks if isinstance(one, EarlyStopping) and one.strict
+            )
+            monitor = next((name for name in waiting if name.startswith("val/")), None)
             if monitor is None:
                 rank_zero_info(f"{ends}: there is none; to have one, {advice}")
                 return

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import Namespace
@@ -151,7 +152,7 @@ def _check_nulls(values: Namespace, cls: type, key: str) -> None:
 
 
 def _takes_none(hint: object) -> bool:
-    if get_origin(hint) is Union or type(hint).__name__ == "UnionType":
+    if get_origin(hint) in (Union, UnionType):
         return any(_takes_none(part) for part in get_args(hint))
     return hint in (Any, object, None, type(None), inspect.Parameter.empty)
 

@@ -7,7 +7,7 @@ from jsonargparse import ActionYesNo
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerCallable, OptimizerCallable
 
-from lit_ft.internals.jsonargparse import allow_untyped, leave_out_of_help
+from lit_ft.internals.jsonargparse import allow_untyped, leave_first_out_of_help
 from lit_ft.model.generation import Sampling
 from lit_ft.recipe.parser import DEFAULT_CLASSES
 
@@ -44,7 +44,7 @@ def add_run_options(parser: LightningArgumentParser) -> None:
     parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
     for name, kind in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
         allow_untyped(parser.add_argument(f"--{name}", type=Optional[kind], default=None, help=_HELP[name]))
-        leave_out_of_help(parser, name, positional=1)
+        leave_first_out_of_help(parser, name)
     for part, default in DEFAULT_CLASSES.items():
         parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
     for name in ("optimizer", "lr_scheduler"):

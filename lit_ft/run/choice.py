@@ -68,7 +68,7 @@ class RunChoice:
     def folder(self) -> RunFolder:
         """Run folder: the one that is named, the one that the recipe's file lies in, or one that is chosen."""
         run_dir = self.run_dir()
-        nodes, timeout = self._options.trainer.num_nodes, self._timeout() or default_pg_timeout
+        nodes, timeout = self._options.trainer.num_nodes, self._timeout()
         if run_dir is not None:
             meet(nodes, timeout)
         else:
@@ -91,7 +91,7 @@ class RunChoice:
             return path
         if "LOCAL_RANK" in os.environ and CHECKPOINT_VARIABLE in os.environ:
             return os.environ[CHECKPOINT_VARIABLE] or None
-        nodes, timeout = self._options.trainer.num_nodes, self._timeout() or default_pg_timeout
+        nodes, timeout = self._options.trainer.num_nodes, self._timeout()
         chosen = from_rank_zero(lambda: self._look_for_checkpoint(folder), nodes, timeout)
         os.environ[CHECKPOINT_VARIABLE] = chosen
         return chosen or None
@@ -112,8 +112,8 @@ class RunChoice:
             rank_zero_info(f"resume=auto: resuming {path}")
         return str(path)
 
-    def _timeout(self) -> timedelta | None:
-        """Timeout of the recipe's strategy for waits between ranks; None where it sets none."""
+    def _timeout(self) -> timedelta:
+        """Timeout for waits between ranks: that of the recipe's strategy, or PyTorch's."""
         strategy = self._options.trainer.strategy
         timeout = strategy.get("init_args", Namespace()).get("timeout") if isinstance(strategy, Namespace) else None
-        return timeout if isinstance(timeout, timedelta) else None
+        return timeout if isinstance(timeout, timedelta) else default_pg_timeout

@@ -73,6 +73,11 @@ class RunFolder:
         return any(self.checkpoints.glob("*.ckpt")) or bool(replacement.interrupted(self.checkpoints))
 
     @classmethod
+    def at(cls, path: str) -> "RunFolder":
+        """Run folder of a path that a user gave, whether it is there or not."""
+        return cls(Path(path).expanduser())
+
+    @classmethod
     def of_config(cls, file: Path, run_dir: str | None) -> "RunFolder | None":
         """Find the run folder that contains a recipe, if the recipe names another one because it was copied or moved.
 

@@ -126,13 +126,18 @@ class AnswerFile(Callback):
         """
         self._path = path
         self._partial: Path | None = None
+        self._is_behind = False
+        """Whether a write has failed, after which answers are in memory alone."""
         self._answers: list[Any] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create this rank's file."""
         path: Any = trainer.strategy.broadcast(self._path)
         self._path, self._partial, self._answers = path, _partial_path(path, trainer.global_rank), []
+        self._is_behind = False
         self._try_write(lambda partial: partial.touch(exist_ok=False))
+        if self._is_behind:
+            self._partial = None  # it is not there, or is another process's
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: object, **__: object
@@ -159,7 +164,7 @@ class AnswerFile(Callback):
         """Name the file of a run that ends early."""
         if not self._answers:
             self._remove()
-        elif self._partial is not None:
+        elif self._partial is not None and not self._is_behind:
             print(f"answers until then: {len(self._answers):,} in {self._partial}", file=sys.stderr)
 
     def _remove(self) -> None:
@@ -167,14 +172,14 @@ class AnswerFile(Callback):
             self._partial.unlink(missing_ok=True)
 
     def _try_write(self, write_to: Callable[[Path], object]) -> None:
-        if self._partial is None:
+        if self._partial is None or self._is_behind:
             return
         try:
             write_to(self._partial)
         except OSError as error:
             problem = f"{self._partial} cannot be written ({error.strerror}): answers are in memory until the end"
             warnings.warn(problem, stacklevel=2)
-            self._partial = None
+            self._is_behind = True
 
 
 def _partial_path(whole: Path, rank: int | str) -> Path:

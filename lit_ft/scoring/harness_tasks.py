@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import yaml
 from jinja2 import TemplateError
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.errors import LIBRARY_ERRORS, RecipeError, first_line
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError, check_installed, first_line
 from lit_ft.internals.hub import use_the_cache_without_a_network
 from lit_ft.internals.lm_eval import sandbox_templates, show_no_progress, task_options
 from lit_ft.scoring.task_files import check_task_file
@@ -30,16 +29,6 @@ _CHATTER = ("`pretrained` model kwarg", "Passed an already-initialized", "Overwr
 _LOADING_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, yaml.YAMLError, TemplateError)
 
 
-def check_installed() -> None:
-    """Refuse tasks where lm-evaluation-harness is not installed.
-
-    Raises:
-        RecipeError: it is not.
-    """
-    if find_spec("lm_eval") is None:
-        raise RecipeError("--tasks needs the package lm_eval, which is not installed; pip install -e '.[evaluate]'")
-
-
 def load_tasks(names: Sequence[str], manager: "TaskManager | None" = None) -> "list[Task | Group]":
     """Read tasks with their data.
 
@@ -50,7 +39,7 @@ def load_tasks(names: Sequence[str], manager: "TaskManager | None" = None) -> "l
     Raises:
         RecipeError: a task is unknown, runs code that is not allowed, or its data cannot be read.
     """
-    check_installed()
+    check_installed("--tasks needs", "evaluate", "lm_eval")
     from lm_eval.tasks import TaskManager
 
     sandbox_templates()

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict
-from pathlib import Path
 
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
@@ -72,7 +71,7 @@ _OF_THE_MODEL = ("chat_template", "template_options")
 
 def _data_options_of(path: str) -> tuple[str, dict[str, object]]:
     """Class of a run's data and its options; the default where ``path`` is no run."""
-    run, default = RunFolder(Path(path).expanduser()), "lit_ft.TextDataModule"
+    run, default = RunFolder.at(path), "lit_ft.TextDataModule"
     if not run.config.is_file():
         return default, {}
     data = run.recipe()["data"]

@@ -24,6 +24,7 @@ from lit_ft.internals.peft import around_each_layer, return_dtypes_of_inputs
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
+from lit_ft.model.quantization import LinearLayer
 from lit_ft.tuning import compatibility, prompt_learning
 from lit_ft.tuning.lora_init import changes_biases
 from lit_ft.tuning.targets import all_linear, experts
@@ -198,9 +199,8 @@ def _as_list(targets: str, model: nn.Module) -> str | None:
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """Sorted last name components of the linear layers, without duplicates."""
-    linear = (nn.Linear,)
-    return sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear)})
+    """Sorted last name components of the linear layers, quantized ones included, without duplicates."""
+    return sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, LinearLayer)})
 
 
 def give_values(skeleton: nn.Module, peft: PeftConfig) -> None:

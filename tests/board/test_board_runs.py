@@ -357,8 +357,8 @@ def test_folders_that_are_none_are_refused(arguments: list[str], message: str) -
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_PACKAGES", ("nicegui", "a_package_that_is_absent"))
-    with pytest.raises(RecipeError, match=re.escape("board needs a_package_that_is_absent")):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(RecipeError, match=re.escape("board needs the package psutil, which is not installed; pip in")):
         command.run(["board"])
 
 

@@ -148,7 +148,7 @@ def test_adapters_are_summed_by_weight(lit_ft: Any, base: Path, tmp_path: Path, 
 
 
 def test_one_adapter_is_picked_or_scaled(lit_ft: Any, base: Path, tmp_path: Path) -> None:
-    folder, delta = write_adapter(tmp_path / "a=b", base, lora(), 0)  # a path may hold the sign
+    folder, delta = write_adapter(tmp_path / "r=8", base, lora(), 0)  # a path may hold the sign
     for text, weight in ((f"{folder}", 1.0), (f"{folder}=0.5", 0.5)):
         lit_ft("export", "--adapter", text, "--out", tmp_path / "merged", "--merge")
         merged, before = weights(tmp_path / "merged"), weights(base)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from transformers import Qwen2Config
+from transformers import MambaConfig, MambaForCausalLM, Qwen2Config
 
 from lit_ft.inference.continuous_batching import (
     BatchedEngine,
@@ -84,6 +84,12 @@ def test_a_cache_s_tokens_follow_from_its_bytes(opened: OpenedModel) -> None:
     of_a_token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads, head size, bytes
     assert cache_tokens_in(opened, 320 * of_a_token / 2**30) == 320
     assert cache_tokens_in(opened, 319 * of_a_token / 2**30) == 288
+
+
+def test_a_model_without_heads_has_a_size_too(opened: OpenedModel) -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2, state_size=4))
+    assert batching_obstacle(one := replace(opened, model=mamba, base=mamba)) is not None
+    assert cache_tokens_in(one, 1) > 0  # which its engine does not ask for
 
 
 def test_layers_without_attention_are_generated_one_at_a_time(opened: OpenedModel) -> None:

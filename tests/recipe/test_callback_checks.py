@@ -127,3 +127,17 @@ def test_a_run_that_ends_before_its_first_validation_says_so(
     run(capsys, *given, "--run_dir", str(tmp_path / "run"), "--data.val_fraction", "0.2")
     said = "before its first validation after 9: there is none; to have one, set trainer.val_check_interval=1 or lower"
     assert said in caplog.text
+
+
+@pytest.mark.parametrize("own", ["module", "callback"])
+def test_own_classes_log_metrics_of_any_name(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    monkeypatch.setenv("LIT_FT_ALLOW_CODE", "own_classes")
+    callbacks: list[dict[str, Any]] = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/own"}}]
+    if own == "callback":
+        callbacks.append({"class_path": "own_classes.OwnMetric"})
+    given = recipe(tmp_path, model_folder, write_rows(), max_epochs=1, callbacks=callbacks)
+    given += ["--model", "own_classes.OwnCausalLM"] if own == "module" else []
+    run(capsys, *given, "--run_dir", str(tmp_path / "run"), "--data.val_fraction", "0.2")
+    assert "val/own" in (tmp_path / "run" / "metrics.csv").read_text()

@@ -100,6 +100,18 @@ def test_answers_of_a_run_that_ends(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [path]
 
 
+def test_a_full_disk_leaves_nothing_behind_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "predictions.jsonl"
+    monkeypatch.setattr(predictions, "_append", fail)
+    with pytest.warns(UserWarning, match="No space left on device.: answers are in memory until the end"):
+        predict(path, [["a"], ["b"]])
+    assert path.read_text().splitlines() == ['"a"', '"b"']
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_answers_that_json_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Tensor is not JSON serializable: answers are written as JSON; let predict"):
         predict(tmp_path / "predictions.jsonl", [torch.ones(2)])

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from lm_eval.tasks import TaskManager
 
 from lit_ft.commands.inference.evaluate import run as evaluate
 from lit_ft.errors import RecipeError
-from lit_ft.scoring import harness_tasks
 from lit_ft.scoring.harness_tasks import load_tasks
 
 pytestmark = pytest.mark.slow
@@ -126,7 +126,7 @@ def test_templates_run_in_a_sandbox(task: Path) -> None:
 
 
 def test_the_extra_is_named_where_it_is_missing(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness_tasks, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert "pip install -e '.[evaluate]'" in refused(task)
 
 

@@ -190,7 +190,7 @@ def foreign_files(folder: Path) -> list[str]:
     """Files that are not part of a model: not in the folder's manifest or, without one, not in ``_KNOWN_FILES``."""
     names = sorted(list_files(folder), key=lambda name: (name.count("/"), name))
     try:
-        listed = read_manifest(folder)["files"]
+        listed = read_manifest(folder)
     except (FileNotFoundError, ManifestError):
         return [name for name in names if not any(fnmatch(name, known) for known in _KNOWN_FILES)]
     return [name for name in names if name not in listed]

@@ -103,17 +103,11 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for path in paths if (name := path.as_posix()) != MANIFEST)
 
 
-def write_manifest(
-    folder: Path,
-    facts: Mapping[str, object] | None = None,
-    names: Iterable[str] | None = None,
-    sums: Mapping[str, FileSum] | None = None,
-) -> None:
+def write_manifest(folder: Path, names: Iterable[str] | None = None, sums: Mapping[str, FileSum] | None = None) -> None:
     """Sync a folder's files to the disk, then write their manifest atomically.
 
     Args:
         folder: complete folder that no other process writes to.
-        facts: further entries of the manifest, as JSON; the keys ``version`` and ``files`` are reserved.
         names: relative names of the files to list; None lists all.
         sums: known sums by name; these files are not read again.
     """
@@ -122,21 +116,18 @@ def write_manifest(
     sums = dict(sorted((known | file_sums(folder, unknown)).items()))
     sync_folder(folder)
     files = {name: entry._asdict() for name, entry in sums.items()}
-    text = json.dumps({**(facts or {}), "version": VERSION, "files": files}, indent=1)
+    text = json.dumps({"version": VERSION, "files": files}, indent=1)
     write_durably(folder / MANIFEST, text + "\n")
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Content of a manifest: ``files`` by name, each a ``FileSum``, and its further entries.
-
-    Args:
-        path: path of the manifest or of its folder.
+def read_manifest(folder: Path) -> dict[str, FileSum]:
+    """Files that the manifest of a folder lists, by name.
 
     Raises:
         FileNotFoundError: there is no manifest.
         ManifestError: the manifest cannot be read, is malformed, or has another version.
     """
-    path = path / MANIFEST if path.is_dir() else path
+    path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         files = {_within(name): _entry(entry) for name, entry in manifest["files"].items()}
@@ -145,7 +136,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ManifestError(f"{path} is no readable manifest ({type(error).__name__}: {error})") from error
     if version != VERSION:
         raise ManifestError(f"{path} has version {version!r}; this program reads version {VERSION}")
-    return {**manifest, "files": files}
+    return files
 
 
 def verify_manifest(folder: Path, only: Callable[[str], bool] = lambda _: True, with_sums: bool = True) -> Differences:
@@ -163,7 +154,7 @@ def verify_manifest(folder: Path, only: Callable[[str], bool] = lambda _: True, 
         FileNotFoundError: the folder has no manifest.
         ManifestError: the manifest cannot be read, is malformed, or has another version.
     """
-    listed = {name: entry for name, entry in read_manifest(folder)["files"].items() if only(name)}
+    listed = {name: entry for name, entry in read_manifest(folder).items() if only(name)}
     sizes = {name: (folder / name).stat().st_size for name in listed if (folder / name).is_file()}
     right_size = [name for name, size in sizes.items() if size == listed[name].size]
     sums = file_sums(folder, right_size) if with_sums else {}

@@ -219,8 +219,8 @@ class SpikeGuard(Callback):
             if value is not None:
                 local[index] = value
         if alone:
-            has_loss, norms, total, squares = local.tolist()
-            return total / scale if has_loss else None, squares if norms else None
+            has_loss, norms, total, length = local.tolist()
+            return total / scale if has_loss else None, length if norms else None
         local[3] **= 2
         # One collective, so that all ranks see the same numbers and decide alike.
         has_loss, norms, total, summed = all_reduce(trainer, local, "sum").tolist()
@@ -317,14 +317,11 @@ class SpikeGuard(Callback):
 
 def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tuple[bool, Tensor | float]:
     """Whether this rank has gradients, and its part of their norm: the squared parts sum up to the squared norm."""
-    is_measured, strategy = isinstance(module, MeasuresGradientNorm), trainer.strategy
-    norm = module.measured_gradient_norm(optimizer) if isinstance(module, MeasuresGradientNorm) else None
-    if norm is not None:
-        return True, norm if trainer.world_size == 1 else norm / trainer.world_size**0.5
-    parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-    if not is_measured and isinstance(strategy, SumsGradientNorm):
-        norm = strategy.gradient_norm(parameters)
-    if norm is not None:
+    parameters, strategy = [p for p in parameters_of(optimizer) if p.grad is not None], trainer.strategy
+    if isinstance(module, MeasuresGradientNorm):
+        if (norm := module.measured_gradient_norm(optimizer)) is not None:
+            return True, norm if trainer.world_size == 1 else norm / trainer.world_size**0.5
+    elif isinstance(strategy, SumsGradientNorm) and (norm := strategy.gradient_norm(parameters)) is not None:
         return bool(parameters), norm / trainer.world_size**0.5
     return bool(parameters), squared_norm(parameters, trainer).sqrt() if parameters else 0.0
 

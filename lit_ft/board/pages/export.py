@@ -50,12 +50,11 @@ class ExportPanel:
     def update(self) -> None:
         """Show the log as it is now."""
         own = self._folder.root / BOARD
-        record = self._board.processes.find(own, "export")
-        is_alive = record is not None and self._board.processes.is_alive(record)
-        self._button.set_enabled(not is_alive)
+        self._button.set_enabled(self._board.processes.running(own, "export") is None)
         text = log_tail(own / "export.log")
         named = re.findall(r"^next: (.+ export .+)$", log_tail(own / "fit.log"), re.MULTILINE)
         self._log.text = text or (f"$ {named[-1]}" if named else "")
         self._log.set_visibility(bool(self._log.text))
-        is_over = record is not None and not is_alive and record.exit_code is not None
-        self._note.text = self._texts("ended", record.exit_code) if is_over and record is not None else ""
+        record = self._board.processes.find(own, "export")
+        code = None if record is None else record.exit_code
+        self._note.text = "" if code is None else self._texts("ended", code)

@@ -172,8 +172,7 @@ class _NewRun:
 
     def _look(self, name: str, note: ui.label, timer: ui.timer) -> None:
         folder = self._board.check_folder(name)
-        record = self._board.processes.find(folder, "check")
-        if record is not None and self._board.processes.is_alive(record):
+        if self._board.processes.running(folder, "check") is not None:
             return
         timer.cancel()
         note.delete()

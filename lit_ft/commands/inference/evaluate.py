@@ -162,8 +162,8 @@ class DataSets:
 
     def __init__(self, options: Namespace) -> None:
         self._options = options
-        given = [options.path] if options.against is None else [options.path, options.against]
-        self.run = next(filter(_is_run, given), options.path)
+        self._paths = [options.path] if options.against is None else [options.path, options.against]
+        self.run = next((path for path in self._paths if RunFolder.at(path).config.is_file()), options.path)
         """Path whose run gives the options of the data, and the precision."""
         self._modules: dict[tuple[str, str], TextDataModule] = {}
 
@@ -180,7 +180,7 @@ class DataSets:
         """Read the data sets before weights are loaded."""
         if self._options.data.path is None and self._options.questions is None:
             return
-        for path in filter(None, (self._options.path, self._options.against)):
+        for path in self._paths:
             tokenizer, template = open_tokenizer(path, self._options.chat_template or None)
             if template is not None:  # the stand-in for one is set when the model is opened
                 self.held_out(path, tokenizer)
@@ -322,7 +322,7 @@ def _sides(options: Namespace) -> Iterator[tuple[Side, str, OpenedModel]]:
 
 
 def _say_what_is_opened(options: Namespace, opened: OpenedModel) -> None:
-    folder = RunFolder(Path(options.path).expanduser())
+    folder = RunFolder.at(options.path)
     if folder.config.is_file() and finished_step(folder.finished) is None:
         rank_zero_info(f"the run has not finished; its checkpoint {opened.name} is evaluated")
     if not opened.has_template and (options.data.path or options.questions):
@@ -339,14 +339,11 @@ def _data_options(options: Namespace, path: str) -> dict[str, object]:
     return {"test_path": path, **given}
 
 
-def _is_run(path: str) -> bool:
-    return RunFolder(Path(path).expanduser()).config.is_file()
-
-
 def _precision(path: str) -> str | None:
-    if not _is_run(path):
+    run = RunFolder.at(path)
+    if not run.config.is_file():
         return None
-    precision = RunFolder(Path(path).expanduser()).recipe()["trainer"].get("precision")
+    precision = run.recipe()["trainer"].get("precision")
     return None if precision is None else str(precision)
 
 
@@ -391,7 +388,7 @@ def _write(
     table = {"command": command, "columns": COLUMNS, "rows": rows, "notes": evaluation.notes}
     results.write_json(folder / "scores.json", table)
     written = [folder]
-    run = RunFolder(Path(options.path).expanduser())
+    run = RunFolder.at(options.path)
     if rows and run.config.is_file():
         written += results.add_to_report(run.root, results.table_of(rows, evaluation.notes, command), "evaluation")
     rank_zero_info("written: " + ", ".join(map(str, written)))

@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> None:
             raise RecipeError(f"{key}={options[key]} must be 1 or more")
     if options.bound is not None and not 0 <= options.bound < float("inf"):
         raise RecipeError(f"bound={options.bound:g} must be 0 or more")
-    folder = RunFolder(Path(options.path).expanduser())
+    folder = RunFolder.at(options.path)
     if not folder.config.is_file():
         raise RecipeError(f"{options.path!r} is no run: it has no config.yaml; name the folder that fit wrote")
     client = OpenAIClient(options.url, given_key("api_key", options.api_key, options.api_key_file, API_KEY))

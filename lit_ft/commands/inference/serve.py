@@ -4,14 +4,13 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lit_callbacks.output.quantities import as_count
 
 from lit_ft.commands.inference.keys import API_KEY, given_key
 from lit_ft.commands.inference.listening import LOOPBACK, address_of, listening
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_installed
 from lit_ft.inference.continuous_batching import Engine, batching_obstacle, cache_tokens_in, start_engine
 from lit_ft.inference.opening import BASE, OpenedModel, open_together
 from lit_ft.inference.text_stream import positions
@@ -78,9 +77,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _check(max_requests: int, max_body_mib: float, cache_gib: float, origins: Sequence[str]) -> None:
-    for module in ("starlette", "uvicorn"):
-        if find_spec(module) is None:
-            raise RecipeError(f"serve needs the package {module}, which is not installed; pip install -e '.[serve]'")
+    check_installed("serve needs", "serve", "starlette", "uvicorn")
     if max_requests < 1:
         raise RecipeError(f"max_requests={max_requests} must be 1 or more")
     for name, value in (("max_body_mib", max_body_mib), ("cache_gib", cache_gib)):

@@ -21,7 +21,16 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.data.text import chat_template, columns, formats, json_list, placeholders, rendering, sources
+from lit_ft.data.text import (
+    chat_template,
+    columns,
+    formats,
+    json_list,
+    placeholders,
+    rendering,
+    sources,
+    template_options,
+)
 from lit_ft.data.tokens import megatron_indexed, samples, segment_encoder, truncation
 from lit_ft.data.tokens import tokenization as encoding
 from lit_ft.data.tokens.tokenization import Tokenization
@@ -59,6 +68,7 @@ def fingerprint(source_digest: str, tokenization: Tokenization, **more: object) 
         samples,
         sources,
         chat_template,
+        template_options,
         segment_encoder,
     )
     ingredients = {

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -51,7 +50,6 @@ async def deltas(engine: Engine, generation: Generation, stops: Sequence[str]) -
     """
     pieces: list[str] = []
     text, filtered = AnswerText(engine.opened, set(generation.stops), pieces.append), StopStrings(stops)
-    text.put(torch.tensor([]))  # the prompt, which is not shown
     part, count = Delta(), 0
 
     def add_pieces() -> None:
@@ -62,7 +60,7 @@ async def deltas(engine: Engine, generation: Generation, stops: Sequence[str]) -
         engine.submit(generation)
         async for tokens in generation.tokens():
             for token in tokens:
-                text.put(torch.tensor([token]))
+                text.add([token])
                 part.ids.append(token)
                 part.logprobs += generation.choice.logprobs[count : count + 1]
                 count += 1

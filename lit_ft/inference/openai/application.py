@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from lit_ft.inference.continuous_batching import Engine, Generation, Unavailable, score
 from lit_ft.inference.openai.answers import Delta, Format, deltas, merged, with_calls
@@ -157,10 +159,16 @@ class Service:
             )
         id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         form = Format(ask, id, engine.opened.tokenizer, is_chat)
+        self._running += count  # here, and not when the first token is asked for: others may come before that
         if ask.stream:
-            return StreamingResponse(self._events(engine, ask, id, form), media_type="text/event-stream")
-        answers = await _unless_disconnected(request, self._whole(engine, ask, id))
-        return JSONResponse(form.whole(answers))
+            return _Stream(self._events(engine, ask, id, form), partial(self._end, count))
+        try:
+            return JSONResponse(form.whole(await _unless_disconnected(request, self._whole(engine, ask, id))))
+        finally:
+            self._end(count)
+
+    def _end(self, count: int) -> None:
+        self._running -= count
 
     def _parts(self, engine: Engine, ask: Ask, id: str) -> AsyncIterator[tuple[int, Delta]]:
         opened = engine.opened
@@ -181,23 +189,18 @@ class Service:
 
     async def _whole(self, engine: Engine, ask: Ask, id: str) -> list[Delta]:
         answers = [Delta() for _ in range(len(ask.prompts) * ask.n)]
-        self._running += len(answers)
-        try:
-            if ask.is_scored_only:
-                for answer in answers:
-                    answer.finish_reason = "length"
-            else:
-                async for index, part in self._parts(engine, ask, id):
-                    answers[index].add(part)
-            if ask.echo:
-                answers = [await _echoed(engine, ask, index, answer) for index, answer in enumerate(answers)]
-            return answers
-        finally:
-            self._running -= len(answers)
+        if ask.is_scored_only:
+            for answer in answers:
+                answer.finish_reason = "length"
+        else:
+            async for index, part in self._parts(engine, ask, id):
+                answers[index].add(part)
+        if ask.echo:
+            answers = [await _echoed(engine, ask, index, answer) for index, answer in enumerate(answers)]
+        return answers
 
     async def _events(self, engine: Engine, ask: Ask, id: str, form: Format) -> AsyncIterator[str]:
         answers = [Delta() for _ in range(len(ask.prompts) * ask.n)]
-        self._running += len(answers)
         try:
             for chunk in form.opening(len(answers)):
                 yield _event(chunk)
@@ -208,9 +211,21 @@ class Service:
                 yield _event(form.usage_chunk(answers))
         except RuntimeError as error:
             yield _event(_error_body(str(error), _status_of(error), None))
-        finally:
-            self._running -= len(answers)
         yield "data: [DONE]\n\n"
+
+
+class _Stream(StreamingResponse):
+    """Events that call a function at their end, also where the client is gone before the first."""
+
+    def __init__(self, events: AsyncIterator[str], at_end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._at_end = at_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._at_end()
 
 
 async def _echoed(engine: Engine, ask: Ask, index: int, answer: Delta) -> Delta:

@@ -52,12 +52,11 @@ def check_logits(
     if check == "reduced" or obstacle:
         if obstacle and check is None:
             rank_zero_info(f"compared without Megatron-Core: {obstacle}")
-        difference, what = (
-            _reduced(weights, source, shape),
-            "a model of its first and last layer in Megatron's arithmetic",
-        )
+        what = "a model of its first and last layer in Megatron's arithmetic"
+        difference = _reduced(weights, source, shape)
     else:
-        difference, what = _megatron(weights, source, folder, shape), "Megatron-Core's model"
+        what = "Megatron-Core's model"
+        difference = _megatron(weights, source, folder, shape)
     if not difference <= TOLERANCE:
         raise RecipeError(
             f"logits of {what} differ from transformers' by {difference:.2g}, more than {TOLERANCE}: "

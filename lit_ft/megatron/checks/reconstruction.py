@@ -45,10 +45,8 @@ def _norm(hidden: Tensor, weight: Tensor, shape: ModelShape) -> Tensor:
 def _attention(hidden: Tensor, weights: Weights, shape: ModelShape, cos: Tensor, sin: Tensor) -> Tensor:
     """Sum over ranks of their heads' attention; ``linear_qkv`` has, by group, its queries, the key and the value."""
     family, size = shape.family, shape.head_dim
-    qkv, projection = (
-        weights("self_attention.linear_qkv.weight", None),
-        weights("self_attention.linear_proj.weight", None),
-    )
+    qkv = weights("self_attention.linear_qkv.weight", None)
+    projection = weights("self_attention.linear_proj.weight", None)
     biases = weights("self_attention.linear_qkv.bias", None) if family.qkv_bias else [None] * len(qkv)
     output = torch.zeros_like(hidden)
     for weight, bias, out in zip(qkv, biases, projection, strict=True):

@@ -87,7 +87,7 @@ def _sharing(shared: Mapping[str, str]) -> tuple[list[str], str]:
 def _narrow(model: PreTrainedModel, peft: PeftConfig, left_out: list[str]) -> dict[str, tuple[int, int, int]]:
     """Layers that are smaller than the rank of LoRA, as gates with one output are: names, outputs, inputs and rank.
 
-    None if all layers are, which ``check_ranks`` refuses.
+    Empty if all layers are, which ``check_ranks`` refuses.
     """
     if not isinstance(peft, LoraConfig):
         return {}

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def test_adapters_of_two_bases_are_refused_in_one_line(
 
 
 def test_a_missing_package_is_named_before_anything_loads(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "package uvicorn, which is not installed; pip install -e '.[serve]'" in run(
         capsys, "serve", "no/run", code=2
     )

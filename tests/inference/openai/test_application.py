@@ -1,5 +1,6 @@
 """The server through the real ``openai`` client: answers equal to those of ``chat``, refusals, cut connections."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -105,6 +106,21 @@ def alone(opened: OpenedModel, messages: Any, tokens: int = 12) -> tuple[str, li
     prompt = opened.template.render(messages, generation=True)
     answer = stream_answer(opened, prompt, Decoding(max_new_tokens=tokens, temperature=0), lambda _: None)
     return answer.text, list(answer.ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_burst_of_requests_does_not_pass_the_limit(served: Served, stream: bool) -> None:
+    app = application(served.engines, Limits(max_model_len=512, max_requests=3), dict.fromkeys(served.engines, "x"))
+    question = {"model": "run-a", "messages": ASKED, "max_tokens": 4, "stream": stream}
+
+    async def burst() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://burst") as client:
+            asked = [client.post("/v1/chat/completions", json=question) for _ in range(8)]
+            codes = [answer.status_code for answer in await asyncio.gather(*asked)]
+            assert (await client.get("/health")).json()["running"] == 0
+            return codes
+
+    assert sorted(asyncio.run(burst())) == [200] * 3 + [429] * 5
 
 
 def test_sixteen_at_once_get_the_answers_of_each_model_alone(served: Served) -> None:
