@@ -413,10 +413,8 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     ],
     "messages": [
         ({"messages": None}, "'messages' is null; each row needs it"),
-        (
-            {"messages": "[{}]"},
-            "'messages' is a text that holds a list; write the list itself",
-        ),
+        ({"messages": "[{'role': 'user'}]"}, "'messages' is not JSON (Expecting property name"),
+        ({"messages": "{}"}, "'messages' is a str; a list is needed"),
         (chat(), "'messages' is empty; a list is needed"),
         (chat("q"), "'messages' item 1 is a str; an object with 'role' and 'content' is needed"),
         (chat({"content": "q"}), "'messages' item 1: 'role' is missing; text is needed"),
@@ -471,6 +469,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
             chat(turn("assistant", "a", tool_calls=["f"])),
             "item 1: a tool call is a str without a name; it needs 'name'",
         ),
+        (chat(turn("assistant", "a", tool_calls="f")), "item 1: 'tool_calls' is not JSON ("),
         (chat(turn("assistant", "a", tool_calls=[{"name": ""}])), "item 1: a tool call is a dict without a name"),
         (
             chat(turn("assistant", "a", tool_calls=[{"name": "f", "arguments": "{x}"}])),
@@ -556,6 +555,23 @@ def test_what_is_wrong_with_a_row(form: str, row: Any, message: str) -> None:
     with pytest.raises(BadRow, match=re.escape(message)) as caught:
         FORMATS[form].read(row)
     str(caught.value).encode()  # can be printed and written to a file
+
+
+@pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca"])
+def test_structures_may_be_json_in_a_text(form: str) -> None:
+    """As columns of Parquet and CSV hold them."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    rows: dict[str, tuple[dict[str, Any], str]] = {
+        "messages": (chat(ASK, turn("assistant", "", tool_calls=[call])), "messages"),
+        "sharegpt": (share(("human", "q"), ("gpt", "a")), "conversations"),
+        "alpaca": ({"instruction": "q", "output": "a", "history": [["b", "c"]]}, "history"),
+    }
+    row, column = rows[form]
+    wanted = FORMATS[form].read(row)
+    assert FORMATS[form].read({**row, column: json.dumps(row[column])}) == wanted
+    if form == "messages":
+        with_text = chat(ASK, turn("assistant", "", tool_calls=json.dumps([call])))
+        assert FORMATS[form].read(with_text) == wanted
 
 
 def test_a_row_nested_as_deep_as_json_can_be() -> None:

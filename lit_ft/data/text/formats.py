@@ -479,6 +479,8 @@ def _tool(value: JsonObject, where: str) -> JsonObject:
 
 
 def _tool_calls(value: object, where: str) -> list[JsonObject]:
+    if isinstance(value, str):
+        value = _json(value, f"{where}: 'tool_calls'")
     calls = value if isinstance(value, list) else [value]
     result = []
     for call in calls:
@@ -538,7 +540,7 @@ def _list(row: RawRow, column: str, required: bool = True) -> list[object]:
     if value is None:
         raise BadRow(_no_column(row, column))
     if isinstance(value, str) and value.lstrip().startswith("["):
-        raise BadRow(f"{column!r} is a text that holds a list; write the list itself (json.loads of the text)")
+        value = _json(value, repr(column))
     if not isinstance(value, list) or (required and not value):
         raise BadRow(f"{column!r} is {'empty' if value == [] else _kind(value)}; a list is needed")
     return value
