@@ -34,6 +34,14 @@ _OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # repeat for one weight what t
 _KEEPS_WHOLE = "mla_kv_a_proj"  # multi-head latent attention: some of its weights are for all heads
 _OF_EDGES = {"embedding_rowwise", "embedding_colwise"}  # embedding and head are sharded here for every architecture
 
+_MORE = {
+    "gpt_oss": {
+        "layers.*.self_attn": "local_params",
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+    }
+}
+"""Styles of modules in the decoder that Hugging Face's plan leaves whole, by architecture (transformers 5.24)."""
 _READ_BY_OTHERS = frozenset({"Gemma3nTextAltUp"})
 """Classes that read the weight of a layer in another function than its ``forward`` (transformers 5.24)."""
 
@@ -51,9 +59,9 @@ class Plan:
     """
 
     def __init__(self, base: PreTrainedModel, given: Mapping[str, str] | None = None) -> None:
-        of_experts = Architecture.of(base.config).expert_plan
-        of_experts = {f"{base.base_model_prefix}.{name}": style for name, style in of_experts.items()}
-        styles = {**of_experts, **(base.tp_plan or {}), **(given or {})}
+        of_decoder = {**Architecture.of(base.config).expert_plan, **_MORE.get(base.config.model_type, {})}
+        of_decoder = {f"{base.base_model_prefix}.{name}": style for name, style in of_decoder.items()}
+        styles = {**of_decoder, **(base.tp_plan or {}), **(given or {})}
         known = {*_STYLES, *_OF_WEIGHTS, *_OF_EDGES, _KEEPS_WHOLE}
         unknown = sorted(set(styles.values()) - known)
         if unknown:
