@@ -953,6 +953,7 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
             ["tensor_parallel_size=2"],
             "Gemma3nForCausalLM reads weights in Gemma3nTextAltUp past",
         ),
+        ("llama4_text", ["tensor_parallel_size=2"], "each expert of Llama4TextExperts computes all tokens"),
     ],
 )
 def test_models_that_cannot_be_split_in_some_way(

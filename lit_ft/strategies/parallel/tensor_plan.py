@@ -1,6 +1,7 @@
 """Tensor-parallel plan of a model, from Hugging Face's ``tp_plan`` and through adapters, and its limits."""
 
 from collections.abc import Iterator, Mapping
+from inspect import signature
 
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -30,7 +31,8 @@ _STYLES = {
     "ep_dispatch_experts": EXPERTS,
     "local_params": HEADS,
 }
-_OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # repeat for one weight what the style of its module says
+_OF_WEIGHTS = {"packed_colwise", "packed_rowwise", "grouped_gemm"}
+"""Styles that repeat for one weight what the style of its module says."""
 _KEEPS_WHOLE = "mla_kv_a_proj"  # multi-head latent attention: some of its weights are for all heads
 _OF_EDGES = {"embedding_rowwise", "embedding_colwise"}  # embedding and head are sharded here for every architecture
 
@@ -134,6 +136,11 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
     for module, style in plan.styles.items():
         if style == EXPERTS and module.num_experts % size:  # type: ignore[operator]
             raise RecipeError(must_divide(size, "the number of experts", int(module.num_experts)))  # type: ignore[arg-type]
+        if style == EXPERTS and len(signature(type(module).forward).parameters) < 3:  # self, tokens and their experts
+            raise RecipeError(
+                f"tensor parallelism: each expert of {type(module).__name__} computes all tokens, so that ranks cannot "
+                "choose theirs; set tensor_parallel_size to 1, e.g. with lit_ft.strategies.FSDPStrategy"
+            )
         if style in (WHOLE_OUT, WHOLE_IN) and module is not base.get_output_embeddings():
             weight = next(module.parameters())
             width = weight.shape[0 if style == WHOLE_OUT else -1]
