@@ -77,5 +77,19 @@ def test_a_copy_of_a_module_computes_with_its_own_weights() -> None:
     assert router(hidden)[0].any()
 
 
+def test_all_wrappers_of_a_router_count() -> None:
+    model = Tiny(tiny_config("deepseek_v3")).model
+    for name in ("weight", "other"):
+        [router, *_] = kept_modules(model)
+        router.other = nn.Parameter(torch.zeros_like(router.weight))
+        names = [path for path, part in model.named_modules() if part is router]
+    parameters = [f"{names[0]}.{name}" for name in ("weight", "other")]
+    config = LoraConfig(r=2, target_modules=[], target_parameters=parameters)
+    wrapped = get_peft_model(model, config)
+    [outer, *_] = kept_modules(wrapped)
+    assert isinstance(outer, ParamWrapper)
+    assert isinstance(outer.base_layer, ParamWrapper)
+
+
 def test_a_dense_model_has_none() -> None:
     assert kept_modules(Tiny(tiny_config("qwen3")).model) == []
