@@ -179,7 +179,8 @@ def test_other_positions_in_a_config_of_transformers_4(
     changed = changed_keys(base, tmp_path / "merged")
     changed = changed.get("text_config", changed)
     assert {key: changed.get(key) for key in ("rope_theta", "rope_scaling", "rope_parameters")} == {
-        **{"rope_theta": 3e5, "rope_parameters": None},
+        "rope_theta": 3e5,
+        "rope_parameters": None,
         "rope_scaling": scaling if is_scaled_by == 4 else None,
     }
     again = read(tmp_path / "merged")
