@@ -153,8 +153,8 @@ def _renamed(inputs: dict[str, object], old: str, new: str) -> dict[str, object]
 def return_dtypes_of_inputs(model: PeftModel) -> None:
     """Let adapters on a base packed by bitsandbytes return the dtype of their inputs, as on a dense one.
 
-    IA3, RoAd and RandLora return float32 to a model in bfloat16, whose next layer then fails. SHiRA multiplies inputs in
-    bfloat16 by INT8 weights that it has dequantized to float32, which fails at once.
+    IA3, RoAd and RandLora return float32 to a model in bfloat16, whose next layer then fails. SHiRA multiplies inputs
+    in bfloat16 by INT8 weights that it has dequantized to float32, which fails at once.
     """
     from peft.tuners import shira
     from peft.tuners.lora import bnb
