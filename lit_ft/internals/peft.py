@@ -165,7 +165,7 @@ def return_dtypes_of_inputs(model: PeftModel) -> None:
         if is_packed and type(layer).__module__ != bnb.__name__:  # it returns the right one, maybe as one function
             layer.register_forward_hook(_in_dtype_of_input)
         if isinstance(layer, shira.Linear) and layer.quantization_backend is not None:
-            layer.forward = MethodType(_multiplied_in_dtype_of_input, layer)  # type: ignore[method-assign]
+            layer.forward = MethodType(_multiplied_in_dtype_of_input, layer)
 
 
 def _multiplied_in_dtype_of_input(layer: nn.Module, x: Tensor) -> Tensor:
