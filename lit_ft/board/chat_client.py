@@ -1,8 +1,10 @@
 """Streamed answers of a server with OpenAI's HTTP interface."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -80,6 +82,17 @@ class ChatClient:
     async def close(self) -> None:
         """Close the connection."""
         await self._client.aclose()
+
+
+async def all_ended(*answers: Coroutine[Any, Any, None]) -> None:
+    """Run answers at once, until all have ended: no question follows while one of them goes on.
+
+    Raises:
+        Exception: the error of the first answer that failed.
+    """
+    for error in await asyncio.gather(*answers, return_exceptions=True):
+        if error is not None:
+            raise error
 
 
 def _unreachable(error: httpx.HTTPError) -> RecipeError:

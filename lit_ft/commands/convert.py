@@ -133,11 +133,11 @@ def convert_model(
     out: str,
     layout: Layout,
     like: str | None = None,
-    format: Format = "torch_dist",
-    layer_spec: LayerSpec = "te",
-    moe_grouped_gemm: bool = False,
-    adapter: Literal["merged", "apart"] = "merged",
-    optimizer_state: bool = True,
+    format: Format | None = None,
+    layer_spec: LayerSpec | None = None,
+    moe_grouped_gemm: bool | None = None,
+    adapter: Literal["merged", "apart"] | None = None,
+    optimizer_state: bool | None = None,
     verify: Check | None = None,
 ) -> None:
     """Convert a model between Hugging Face and Megatron, and verify the result.
@@ -149,11 +149,12 @@ def convert_model(
         out: folder to write.
         layout: sizes of a parallel layout, for --to megatron.
         like: Hugging Face model with the config, sizes and tokenizer of the checkpoint; needed for --to hf.
-        format: format of the checkpoint: torch_dist, or torch (the legacy one, a file per rank).
-        layer_spec: Megatron's layers that load the checkpoint: te (Transformer Engine) or local.
-        moe_grouped_gemm: names of experts for Megatron's --moe-grouped-gemm; torch_dist fits both.
-        adapter: adapter of a run: merged into the weights, or apart in OUT/adapter beside the base model.
-        optimizer_state: also convert AdamW's state of a run that trained all weights (torch_dist).
+        format: format of the checkpoint that is written: torch_dist (the default), or torch (the legacy one, a file per
+            rank).
+        layer_spec: Megatron's layers that load the checkpoint: te (Transformer Engine, the default) or local.
+        moe_grouped_gemm: names of experts for Megatron's --moe-grouped-gemm (false by default); torch_dist fits both.
+        adapter: adapter of a run: merged into the weights (the default), or apart in OUT/adapter beside the base model.
+        optimizer_state: also convert AdamW's state of a run that trained all weights (torch_dist); true by default.
         verify: comparison of logits: megatron (Megatron-Core's own model) or reduced (first and last layer, in plain
             torch); by default megatron where it is installed and memory suffices.
     """
@@ -168,19 +169,31 @@ def convert_model(
             )
         if layout != Layout():
             raise RecipeError("sizes of a parallel layout are for --to megatron; a Hugging Face folder has none")
+        written = {"format": format, "layer_spec": layer_spec, "moe_grouped_gemm": moe_grouped_gemm}
+        _refuse("--to megatron", **written, adapter=adapter, optimizer_state=optimizer_state)
         with option_called("model.pretrained", "--like"):
             to_hugging_face(Path(path), like, destination, verify)
         return
     if like is not None:
         raise RecipeError(f"like={like!r} is for --to hf; the model's own config is read")
-    naming = Naming(format, layer_spec, has_experts=False, grouped=moe_grouped_gemm)
+    naming = Naming(format or "torch_dist", layer_spec or "te", has_experts=False, grouped=bool(moe_grouped_gemm))
     if not (Path(path) / "config.yaml").is_file():
+        _refuse("a run's folder", adapter=adapter, optimizer_state=optimizer_state)
         with option_called("model.pretrained", "path"):
             to_megatron(path, destination, layout, naming, verify)
     elif adapter == "apart":
+        _refuse("--adapter merged", optimizer_state=optimizer_state)
         _convert_base(RunFolder(Path(path)), destination, layout, naming, verify)
     else:
-        _convert_run(RunFolder(Path(path)), destination, layout, naming, verify, optimizer_state)
+        _convert_run(RunFolder(Path(path)), destination, layout, naming, verify, optimizer_state is not False)
+
+
+def _refuse(what: str, **options: object) -> None:
+    """Refuse options that have an effect only for something else."""
+    for name, value in options.items():
+        if value is not None:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise RecipeError(f"{name}={shown} is for {what}, and would change nothing here; leave it out")
 
 
 def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None) -> None:

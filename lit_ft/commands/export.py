@@ -124,6 +124,11 @@ def export(
     check_combination(combination, density)
     if combination != "cat" and len(adapter or []) < 2:
         raise RecipeError(f"combination={combination} is for several adapters; name them by --adapter, or leave it out")
+    if adapter and ckpt_path != LAST:
+        raise RecipeError(
+            f"ckpt_path={ckpt_path!r} chooses a checkpoint of a run, and --adapter names what is exported in place of "
+            "one; leave out --adapter for the run's own, or --ckpt_path"
+        )
     folder = _run_folder(run) if run is not None else None
     if not adapter and folder is None:
         raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")

@@ -246,7 +246,9 @@ def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
     return open_base
 
 
-def open_tokenizer(path: str, chat_template: str | None) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
+def open_tokenizer(
+    path: str, chat_template: str | None, base: str | None = None
+) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
     """Tokenizer and chat template of what ``open_model`` opens, without weights; None for a tokenizer without template.
 
     Raises:
@@ -257,7 +259,7 @@ def open_tokenizer(path: str, chat_template: str | None) -> tuple[PreTrainedToke
         tokenizer = module_of(RunFolder(folder)).tokenizer
         options = RunFolder(folder).recipe()["data"].get("init_args", {}).get("template_options")
     elif (adapter := adapter_folder(folder)) is not None:
-        tokenizer = base_of(Adapter(adapter), None).tokenizer
+        tokenizer = base_of(Adapter(adapter), base).tokenizer
     else:
         with _model_at(path) as spec:
             tokenizer = spec.tokenizer

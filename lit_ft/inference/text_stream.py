@@ -38,6 +38,8 @@ class Decoding:
     """Divisor of the logits of tokens that are there already; 1 is none."""
     seed: int | None = None
     """Seed of the draws of each answer; None draws anew each time."""
+    min_p: float | None = None
+    """Draw among the tokens with at least this part of the most probable one's probability; 0 is all."""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -52,6 +54,7 @@ class Decoding:
                 f"must be 0 (greedy), or {SMALLEST_TEMPERATURE:g} or more",
             ),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "must be over 0 and at most 1"),
+            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "must be from 0 (all tokens) to 1"),
             "top_k": (self.top_k is None or self.top_k >= 0, "must be 0 (no limit) or more"),
             "repetition_penalty": (
                 self.repetition_penalty is None or 1e-15 <= self.repetition_penalty <= 1e15,
@@ -85,7 +88,7 @@ class Decoding:
         own = opened.base.generation_config
         given = {
             name: value
-            for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             if (value := getattr(self, name)) is not None
         }
         kept = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from lit_ft.internals.transformers import cache_option
@@ -152,8 +153,10 @@ def _renamed(inputs: dict[str, object], old: str, new: str) -> dict[str, object]
 def return_dtypes_of_inputs(model: PeftModel) -> None:
     """Let adapters on a base packed by bitsandbytes return the dtype of their inputs, as on a dense one.
 
-    IA3, RoAd and RandLora return float32 to a model in bfloat16, whose next layer then fails.
+    IA3, RoAd and RandLora return float32 to a model in bfloat16, whose next layer then fails. SHiRA multiplies inputs
+    in bfloat16 by INT8 weights that it has dequantized to float32, which fails at once.
     """
+    from peft.tuners import shira
     from peft.tuners.lora import bnb
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -161,6 +164,17 @@ def return_dtypes_of_inputs(model: PeftModel) -> None:
         is_packed = isinstance(layer, BaseTunerLayer) and type(layer).__module__.endswith(".bnb")
         if is_packed and type(layer).__module__ != bnb.__name__:  # it returns the right one, maybe as one function
             layer.register_forward_hook(_in_dtype_of_input)
+        if isinstance(layer, shira.Linear) and layer.quantization_backend is not None:
+            layer.forward = MethodType(_multiplied_in_dtype_of_input, layer)
+
+
+def _multiplied_in_dtype_of_input(layer: nn.Module, x: Tensor) -> Tensor:
+    import torch
+
+    is_needed = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
+    with torch.autocast(x.device.type, x.dtype) if is_needed else nullcontext():
+        output: Tensor = type(layer).forward(layer, x)
+    return output
 
 
 def _in_dtype_of_input(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

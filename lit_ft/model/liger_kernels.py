@@ -1,11 +1,9 @@
 """Liger's Triton kernels for norms, rotary embeddings and gated MLPs, on CUDA (Hsu et al. 2024, arXiv:2410.10989)."""
 
-from importlib.util import find_spec
-
 import torch
 from transformers import PretrainedConfig
 
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_installed
 from lit_ft.internals import liger_kernel
 
 
@@ -20,8 +18,7 @@ def check(config: PretrainedConfig, device: torch.device) -> None:
             f"model.liger=true needs a CUDA device, this run is on {device.type}; set it to false "
             "(model.compile fuses the same operations anywhere)"
         )
-    if find_spec("liger_kernel") is None:
-        raise RecipeError("model.liger=true needs liger-kernel, which is an extra: pip install 'lit-ft[liger]'")
+    check_installed("model.liger=true needs", "liger", "liger_kernel")
     served = liger_kernel.supported_model_types()
     if config.model_type not in served:
         raise RecipeError(

@@ -31,7 +31,7 @@ _GPTQMODEL = (
 )
 _INSTALL = {
     "bitsandbytes": "pip install bitsandbytes",
-    "torchao": "pip install torchao, which the extra lit-ft[torchao] names",
+    "torchao": "pip install -e '.[torchao]'",
     "gptq": _GPTQMODEL,
     "awq": _GPTQMODEL,
     "compressed-tensors": "pip install compressed-tensors",

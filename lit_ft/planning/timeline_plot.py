@@ -27,7 +27,9 @@ def draw(table: Sequence[Sequence[Work]], path: Path, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise RecipeError("--draw needs matplotlib, which is an extra: pip install 'lit-ft[plots]'") from error
+        raise RecipeError(
+            "--draw needs the package matplotlib, which is not installed; pip install -e '.[plots]'"
+        ) from error
     length = max(work.end for of_rank in table for work in of_rank)
     figure = Figure(figsize=(min(40, 3 + length / 4), 1.2 + 0.5 * len(table)), layout="constrained")
     FigureCanvasAgg(figure)

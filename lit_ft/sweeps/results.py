@@ -101,7 +101,9 @@ def draw(trials: Sequence[Trial], goal: Goal, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        rank_zero_info(f"{path} is not drawn: it needs matplotlib, which is an extra: pip install 'lit-ft[plots]'")
+        rank_zero_info(
+            f"{path} is not drawn: it needs the package matplotlib, which is not installed; pip install -e '.[plots]'"
+        )
         return
     best = next(iter(goal.ranked(trials)), None)
     keys = list(trials[0].values)

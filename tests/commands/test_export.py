@@ -584,6 +584,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "two runs": (["RUN", "--run", "RUN"], "both name a run; leave one out"),
     "run and base": (["RUN", "--base", "b"], "run and base both name a base model"),
     "no adapter there": (["--adapter", "nowhere=0.5", "--out", "o"], "neither 'nowhere' nor 'nowhere/adapter' holds"),
+    "no checkpoint of an adapter": (
+        ["--run", "RUN", "--adapter", "RUN", "--ckpt_path", "best", "--out", "o"],
+        "ckpt_path='best' chooses a checkpoint of a run, and --adapter names what is exported in place of one",
+    ),
     "no out": (["--adapter", "RUN"], "out is not set; say where to write with --out DIR"),
     "dtype of an adapter": (["--run", "RUN", "--dtype", "bf16"], "dtype=bf16 is for merged weights; add --merge"),
     "not merged": (["--run", "RUN", "--quantized-base", "keep"], "quantized_base=keep is for merged weights"),

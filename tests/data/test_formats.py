@@ -159,6 +159,31 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
             [*TOOLS, *TOOLS],
         ),
     ),
+    "messages, results that are no text": (
+        "messages",
+        chat(
+            ASK,
+            turn("assistant", None, tool_calls={"name": "now"}),
+            turn("tool", {"at": "sky", "color": "gr\u00fcn", "by": None}),
+            turn("tool", [1, {"x": 2}]),
+            turn("tool", {}),
+            turn("tool", [{"type": "text", "text": "3"}]),
+            turn("tool", []),
+            SAY,
+        ),
+        Chat(
+            [
+                ASK,
+                turn("assistant", "", tool_calls=[call("now")]),
+                turn("tool", '{"at": "sky", "color": "gr\u00fcn", "by": null}'),
+                turn("tool", '[1, {"x": 2}]'),
+                turn("tool", "{}"),
+                turn("tool", "3"),
+                turn("tool", ""),
+                SAY,
+            ]
+        ),
+    ),
     "messages, text and one call": (
         "messages",
         chat(ASK, turn("assistant", "t", tool_calls={"name": "now"}), tools={}),

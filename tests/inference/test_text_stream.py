@@ -101,6 +101,7 @@ def test_an_answer_stays_within_the_model_s_positions(
         ("temperature", "1e-300", "must be 0 .greedy., or 1e-15 or more"),
         ("repetition_penalty", "1e-300", "must be from 1e-15 to 1e15; 1 is none"),
         ("top_p", "0", "over 0 and at most 1"),
+        ("min_p", "1.5", "from 0 .all tokens. to 1"),
         ("max_new_tokens", "0", "1 token or more"),
         ("max_new_tokens", "many", "is no whole number"),
         ("seed", "-1", "must be 0 or more"),

@@ -46,9 +46,9 @@ def to_megatron(capsys: Any, path: object, out: object, *options: str, code: int
     return run(capsys, *command, *options, code=code)
 
 
-def to_hf(capsys: Any, path: object, like: object, out: object, code: int = 2) -> str:
+def to_hf(capsys: Any, path: object, like: object, out: object, *options: str, code: int = 2) -> str:
     command = ("convert", "model", "--from", "megatron", "--to", "hf", str(path), "--like", str(like))
-    return run(capsys, *command, "--out", str(out), code=code)
+    return run(capsys, *command, "--out", str(out), *options, code=code)
 
 
 def assert_line(said: str, *parts: str) -> None:
@@ -80,6 +80,8 @@ def test_there_and_back_again(capsys: Any, caplog: pytest.LogCaptureFixture, mod
         (("--virtual_pipeline", "2"), ("pipeline_parallel > 1",)),
         (("--like", "x"), ("like='x'", "--to hf")),
         (("--tensor_parallel", "0"), ("tensor_parallel=0", "at least 1")),
+        (("--adapter", "merged"), ("adapter=merged is for a run's folder", "leave it out")),
+        (("--optimizer_state", "true"), ("optimizer_state=true is for a run's folder",)),
     ],
 )
 def test_sizes_that_do_not_divide(
@@ -127,6 +129,24 @@ def test_a_checkpoint_of_other_sizes(
 ) -> None:
     like = changed(model_folder, tmp_path / "like", **config)
     assert_line(to_hf(capsys, checkpoint, like, tmp_path / "back"), *parts)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("format", "torch_dist"),
+        ("layer_spec", "local"),
+        ("moe_grouped_gemm", "false"),
+        ("adapter", "apart"),
+        ("optimizer_state", "false"),
+    ],
+)
+def test_options_of_a_megatron_checkpoint_for_a_hugging_face_folder(
+    capsys: Any, model_folder: str, checkpoint: Path, tmp_path: Path, option: str, value: str
+) -> None:
+    said = to_hf(capsys, checkpoint, model_folder, tmp_path / "back", f"--{option}", value)
+    assert_line(said, f"{option}={value} is for --to megatron", "leave it out")
+    assert not (tmp_path / "back").exists()
 
 
 def test_checkpoints_that_are_incomplete(capsys: Any, model_folder: str, checkpoint: Path, tmp_path: Path) -> None:

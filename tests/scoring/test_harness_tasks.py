@@ -1,6 +1,7 @@
 """Tasks that cannot be run are refused with what to do, before any weights are loaded."""
 
 import json
+import shutil
 import socket
 import sys
 import threading
@@ -15,6 +16,7 @@ pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 from datasets import config
 from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
 
 from lit_ft.commands.inference.evaluate import run as evaluate
 from lit_ft.errors import RecipeError
@@ -155,6 +157,18 @@ def test_bad_options(
     monkeypatch.chdir(tmp_path)
     assert message in run(capsys, "evaluate", model_folder, *options, code=2)
     assert not list((tmp_path / "checkpoints").rglob("1"))  # no empty folder is left
+
+
+def test_a_template_that_is_not_there_is_said_before_weights_are_read(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: str, task: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("given", "other"):
+        shutil.copytree(model_folder, name, ignore=shutil.ignore_patterns("*.safetensors"))
+    AutoTokenizer.from_pretrained(model_folder, chat_template="").save_pretrained("other")
+    options = ("--tasks", str(task), "--apply_chat_template", "true", "--against", "other")
+    said = run(capsys, "evaluate", "given", *options, code=2)
+    assert "apply_chat_template=true, but the tokenizer of other has no chat template; give one" in said
 
 
 def test_a_row_that_cannot_be_read_is_to_be_corrected(

@@ -614,7 +614,7 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("packed", PACKED)
-@pytest.mark.parametrize("method", ["AdaLoRA", "DoRA", "HiRA", "IA3", "OFT", "PVeRA", "RandLoRA", "RoAd"])
+@pytest.mark.parametrize("method", ["AdaLoRA", "DoRA", "HiRA", "IA3", "OFT", "PVeRA", "RandLoRA", "RoAd", "SHiRA"])
 def test_on_a_quantized_base_in_bf16_it_trains_as_in_float32(
     make_trainer: Any, model_folder: str, write_rows: Any, method: str, packed: str
 ) -> None:

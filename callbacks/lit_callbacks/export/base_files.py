@@ -220,7 +220,7 @@ class BaseFiles:
             return
         for part in (published, own):
             part.pop("quantization_config", None)
-            for name, value in changed.items():
+            for name, value in _as_written(changed, part).items():
                 name = "torch_dtype" if name == "dtype" and "torch_dtype" in part else name
                 if name in part or part is own or name in ("dtype", "tie_word_embeddings"):
                     part[name] = value
@@ -318,6 +318,25 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
         target = folder / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
+
+
+def _as_written(changed: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """Entries with those of the rotary positions in the form of transformers 4 where it wrote ``config.json``.
+
+    It, and servers that stand on it, pass over ``rope_parameters``: the model would run without its scaling. Scaled
+    positions of layers with a sliding window have no such form.
+    """
+    if "rope_parameters" in part or not (rope := changed.get("rope_parameters")):
+        return changed
+    entries = {name: value for name, value in changed.items() if name != "rope_parameters"}
+    if "rope_local_base_freq" in part and rope["sliding_attention"].get("rope_type") == "default":
+        entries["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        return changed
+    scaling = dict(rope)
+    entries |= {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    return entries | {"rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
 
 
 def _json(folder: Path) -> dict[str, Any]:

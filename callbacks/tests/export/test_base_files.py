@@ -31,7 +31,8 @@ pytestmark = pytest.mark.slow
 peft = pytest.importorskip("peft")
 
 TOKENIZER = make_tokenizer()
-NOT_USED = {"qwen3_5": ("model.visual.", "mtp."), "gemma3": ("vision", "multi_modal", "mtp."), "qwen3_next": ("mtp.",)}
+_VISION = ("vision", "multi_modal", "mtp.")
+NOT_USED = {"qwen3_5": ("model.visual.", "mtp."), "gemma3": _VISION, "llama4": _VISION, "qwen3_next": ("mtp.",)}
 PUBLISHED = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"),
@@ -109,7 +110,7 @@ def test_nothing_of_a_published_model_is_lost(
     assert index["weight_map"].keys() == tensors.keys()
     assert len(set(index["weight_map"].values())) >= 3
     assert not verify_manifest(out)
-    if name != "qwen3_next":
+    if name not in ("qwen3_next", "llama4"):  # transformers 5.24's Llama 4 with images does not compute text alone
         together = logits(out, AutoModelForImageTextToText)
         torch.testing.assert_close(logits(out, AutoModelForCausalLM), together, atol=1e-5, rtol=1e-5)
         assert not torch.equal(together, logits(base, AutoModelForImageTextToText))
@@ -149,6 +150,44 @@ def test_all_weights_in_another_dtype(tmp_path: Path, name: str) -> None:
     assert changed_keys(base, tmp_path / "merged").keys() <= {"torch_dtype", "text_config"}
     assert AutoConfig.from_pretrained(tmp_path / "merged").dtype == torch.float32
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["a_key_of_its_own"] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3"])
+@pytest.mark.parametrize("is_scaled_by", [1, 4])
+def test_other_positions_in_a_config_of_transformers_4(
+    published: Any, tmp_path: Path, name: str, is_scaled_by: int
+) -> None:
+    base = Path(shutil.copytree(published(name), tmp_path / "base"))
+    written = json.loads((base / "config.json").read_text())
+    part = written.get("text_config", written)
+    rope = part.pop("rope_parameters")
+    if name == "gemma3":
+        part |= {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"], "rope_scaling": None}
+        part["rope_theta"] = rope["full_attention"]["rope_theta"]
+    else:
+        part |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": rope["partial_rotary_factor"]}
+        part["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    (base / "config.json").write_text(json.dumps(written))
+    config = read(base).config
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    rope.pop("factor", None)
+    rope |= {"rope_theta": 3e5, **(scaling if is_scaled_by == 4 else {"rope_type": "default"})}
+    config.max_position_embeddings = 512 * is_scaled_by
+    model = AutoModelForCausalLM.from_pretrained(base, config=config).eval()
+    save_merged(model, tmp_path / "merged", TOKENIZER)
+    changed = changed_keys(base, tmp_path / "merged")
+    changed = changed.get("text_config", changed)
+    assert {key: changed.get(key) for key in ("rope_theta", "rope_scaling", "rope_parameters")} == {
+        "rope_theta": 3e5,
+        "rope_parameters": None,
+        "rope_scaling": scaling if is_scaled_by == 4 else None,
+    }
+    again = read(tmp_path / "merged")
+    assert again.config.rope_parameters == config.rope_parameters
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -6,7 +6,7 @@ import time
 from nicegui import ui
 
 from lit_ft.board.board import Board
-from lit_ft.board.chat_client import ChatClient
+from lit_ft.board.chat_client import ChatClient, all_ended
 from lit_ft.board.pages.frame import shown_errors
 from lit_ft.board.texts import Texts
 from lit_ft.errors import RecipeError
@@ -153,7 +153,7 @@ class ChatPanel:
                             ui.label().classes("quiet"),
                         )
         # Both at once: the server batches what has one base.
-        await asyncio.gather(*(self._stream(name, question, sampling, *labels[name]) for name in self._histories))
+        await all_ended(*(self._stream(name, question, sampling, *labels[name]) for name in self._histories))
 
     async def _stream(
         self, name: str, question: str, sampling: dict[str, object], label: ui.label, note: ui.label

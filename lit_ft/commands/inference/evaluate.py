@@ -46,6 +46,8 @@ def run(arguments: list[str]) -> None:
     options = _parser().parse_args(arguments[1:])
     how = _checked(options)
     tasks = harness_tasks.load_tasks(_names(options.tasks)) if options.tasks else []
+    if options.apply_chat_template:
+        _check_templates(options)
     evaluation = Evaluation(tasks, how, DataSets(options))
     with results.new_folder(options.path, options.out) as folder:
         judge = _judge(options)
@@ -149,6 +151,16 @@ def _checked(options: Namespace) -> harness.HarnessOptions:
     return harness.HarnessOptions(**{name: options[name] for name in names})
 
 
+def _check_templates(options: Namespace) -> None:
+    """Refuse a tokenizer without a chat template, before weights are loaded."""
+    for path, base in ((options.path, options.base), (options.against, None)):
+        if path is not None and open_tokenizer(path, options.chat_template, base)[1] is None:
+            raise RecipeError(
+                f"apply_chat_template=true, but the tokenizer of {path} has no chat template; give one with "
+                "--chat_template"
+            )
+
+
 def _names(given: Sequence[str]) -> list[str]:
     """Names of tasks; the harness's own command separates them by commas."""
     return [name for text in given for name in text.split(",") if name]
@@ -181,7 +193,8 @@ class DataSets:
         if self._options.data.path is None and self._options.questions is None:
             return
         for path in self._paths:
-            tokenizer, template = open_tokenizer(path, self._options.chat_template or None)
+            base = self._options.base if path == self._options.path else None
+            tokenizer, template = open_tokenizer(path, self._options.chat_template or None, base)
             if template is not None:  # the stand-in for one is set when the model is opened
                 self.held_out(path, tokenizer)
                 self.questions(path, tokenizer)
@@ -250,11 +263,6 @@ class Evaluation:
 
     def _run_tasks(self, side: Side, opened: OpenedModel, in_template: bool | None) -> None:
         has_chat = opened.has_template if in_template is None else in_template
-        if in_template and not opened.has_template:
-            raise RecipeError(
-                f"apply_chat_template=true, but the tokenizer of {opened.name} has no chat template; give one with "
-                "--chat_template"
-            )
         self._add(side, harness.run_opened(opened, self.tasks, self.options, has_chat))
 
     def _add(self, side: Side, results: dict[str, Any]) -> None:
@@ -265,7 +273,7 @@ class Evaluation:
         """Run the tasks on a server."""
         from lit_ft.scoring.harness_models import ServedLM
 
-        tokenizer, template = open_tokenizer(options.path, options.chat_template)
+        tokenizer, template = open_tokenizer(options.path, options.chat_template, options.base)
         if options.apply_chat_template is False:
             template = None
         key = given_key("api_key", options.api_key, options.api_key_file, API_KEY)

@@ -379,8 +379,17 @@ def _message(turn: Mapping[str, object], where: str, may_be_empty: bool) -> Mess
             raise BadRow(f"{where}: 'tool_calls' belong to the assistant, not to {role!r}")
     may_lack = role in ("system", "developer", "tool") or "tool_calls" in message
     content = message.get("content", "" if may_lack else None)
+    if role == "tool":
+        content = _result(content)
     message["content"] = _content(content, where, may_lack or may_be_empty)
     return message
+
+
+def _result(content: object) -> object:
+    """What a tool has returned, as JSON if it is an object, or a list of anything but parts of a message."""
+    parts = [isinstance(part, dict) and "type" in part for part in content] if isinstance(content, list) else []
+    is_data = isinstance(content, dict) or (bool(parts) and not any(parts))
+    return json.dumps(content, ensure_ascii=False) if is_data else content
 
 
 def _says(key: str, value: object) -> bool:

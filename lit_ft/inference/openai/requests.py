@@ -34,8 +34,28 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "parallel_tool_calls": (True,),
+    # vLLM's, which its clients send with their defaults.
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),  # of a chat: the template writes them
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "priority": (0,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True, False),  # docs/after_fit.md says which tokens a text has
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "use_beam_search": (False,),
 }
-"""Fields of which one value alone can be had."""
+"""Fields of which one value alone can be had, or whose values change nothing."""
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 200
 
@@ -161,7 +181,8 @@ async def read_completion(fields: Fields, model: str, opened: OpenedModel, max_m
     Raises:
         RequestError: a field is missing, wrong or not supported.
     """
-    prompts = await text_prompts(fields.given("prompt"), opened.tokenizer)
+    add_special_tokens = fields.take("add_special_tokens", bool, True)
+    prompts = await text_prompts(fields.given("prompt"), opened.tokenizer, add_special_tokens)
     echo = fields.take("echo", bool, False)
     limit = fields.take("max_tokens", int, 16)
     return _ask(fields, model, prompts, limit, max_model_len, fields.find("logprobs", int), echo)
@@ -215,14 +236,16 @@ def _ask(
 
 
 def _decoding(fields: Fields, limit: int) -> Decoding:
+    top_k = fields.find("top_k", int)
     try:
         return Decoding(
             max(limit, 1) if limit >= 0 else limit,
             fields.find("temperature", float),
             fields.find("top_p", float),
-            fields.find("top_k", int),
+            0 if top_k == -1 else top_k,  # no limit, as vLLM writes it
             fields.find("repetition_penalty", float),
             fields.find("seed", int),
+            fields.find("min_p", float),
         )
     except RecipeError as error:
         raise RequestError(str(error).replace("max_new_tokens", "max_tokens")) from error

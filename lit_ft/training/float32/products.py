@@ -41,7 +41,9 @@ def kept_modules(module: nn.Module) -> list[nn.Module]:
     found = []
     for path, part in module.named_modules():
         if isinstance(forward := part.forward, MethodType) and forward.__func__ is _forward:
-            found.append(module.get_submodule(path.removesuffix(".base_layer")))
+            while path.endswith(".base_layer"):  # PEFT wraps a module once for each of its parameters
+                path = path.removesuffix(".base_layer")
+            found.append(module.get_submodule(path))
     return found
 
 

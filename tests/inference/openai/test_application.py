@@ -282,6 +282,22 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
     assert counted == {"count": len(answer.prompt_token_ids), "max_model_len": 512, "tokens": answer.prompt_token_ids}
 
 
+def test_defaults_that_clients_of_vllm_send_change_nothing(served: Served) -> None:
+    both = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "min_tokens": 0, "best_of": 1}
+    both |= {"skip_special_tokens": True, "spaces_between_special_tokens": True, "use_beam_search": False}
+    both |= {"stop_token_ids": [], "include_stop_str_in_output": False, "length_penalty": 1.0}
+    of_chat = {"echo": False, "add_generation_prompt": True, "add_special_tokens": False}
+    asked: dict[str, Any] = {"temperature": 1, "seed": 3}
+    plain = served.ask(**asked, extra_body={"top_k": 0, "repetition_penalty": 1.0})
+    assert served.ask(**asked, extra_body=both | of_chat).choices == plain.choices
+    create = served.client.completions.create
+    completed = [create(model="run-a", prompt="red", **asked, extra_body=body) for body in ({"top_k": 0}, both)]
+    assert completed[0].choices == completed[1].choices
+    ids = create(model="run-a", prompt="red", extra_body={"add_special_tokens": False, "return_token_ids": True})
+    tokenizer = served.alone["run-a"].tokenizer
+    assert ids.choices[0].prompt_token_ids == tokenizer("red", add_special_tokens=False)["input_ids"]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -296,6 +312,8 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
         ({"top_logprobs": 3}, openai.BadRequestError, "needs logprobs=true"),
         ({"logprobs": True, "top_logprobs": 30}, openai.BadRequestError, "ask for 0 to 20"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty=0.5 is not supported"),
+        ({"extra_body": {"min_p": 2}}, openai.BadRequestError, "min_p=2.0 must be from 0 .all tokens. to 1"),
+        ({"extra_body": {"ignore_eos": True}}, openai.BadRequestError, "ignore_eos=True is not supported"),
         ({"extra_body": {"min_tokens": 3}}, openai.BadRequestError, "min_tokens=3 is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"color": 1}}}, openai.BadRequestError, "uses no 'color'"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options needs stream=true"),

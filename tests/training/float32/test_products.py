@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -75,6 +77,17 @@ def test_a_copy_of_a_module_computes_with_its_own_weights() -> None:
     nn.init.zeros_(next(other.parameters()))
     assert not other(hidden)[0].any()
     assert router(hidden)[0].any()
+
+
+def test_all_wrappers_of_a_router_belong_to_it() -> None:
+    model = Tiny(tiny_config("deepseek_v3")).model
+    for router in kept_modules(model):
+        router.scale = nn.Parameter(torch.ones(4, 64))
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=["gate.weight", "gate.scale"]))
+    for found in kept_modules(wrapped):
+        assert isinstance(found, ParamWrapper)
+        assert isinstance(found.base_layer, ParamWrapper)
+        assert not isinstance(found.base_layer.base_layer, ParamWrapper)
 
 
 def test_a_dense_model_has_none() -> None:
