@@ -35,7 +35,7 @@ class Card:
     commit: str | None = None
     """Commit of the base model on the hub."""
     method: str = "all weights"
-    """PEFT method, or "all weights" for full fine-tuning."""
+    """PEFT method; "all weights" or "selected weights" without one."""
     notes: Sequence[str] = ()
     """Lines on how the folder was made."""
     dtype: str | None = None
@@ -51,6 +51,10 @@ class Card:
     recipe: Recipe = field(default_factory=dict)
     """Resolved recipe."""
 
+    @property
+    def _trains_base(self) -> bool:
+        return self.method in ("all weights", "selected weights")
+
     def __str__(self) -> str:
         """Text of the card, with the front matter that the hub reads."""
         parts = [self._front_matter(), f"# {self.title}", self._opening(), *self._sections()]
@@ -62,7 +66,7 @@ class Card:
             "base_model": self.base if _is_hub_id(self.base) else None,
             "library_name": "peft" if self.kind == "adapter" else "transformers",
             "pipeline_tag": "text-generation",
-            "tags": ["lit_ft", *([] if self.method == "all weights" else [self.method.lower()])],
+            "tags": ["lit_ft", *([] if self._trains_base else [self.method.lower()])],
             "datasets": data,
         }
         return f"---\n{_yaml({name: value for name, value in fields.items() if value})}\n---"
@@ -72,7 +76,7 @@ class Card:
         what = {
             "adapter": f"A {self.method} adapter for `{self.base}`{revision}.",
             "merged": f"`{self.base}`{revision}, {self.method} trained"
-            + ("." if self.method == "all weights" else " and merged."),
+            + ("." if self._trains_base else " and merged."),
         }[self.kind]
         return "\n\n".join([what, *self.notes, f"```python\n{self._usage()}\n```"])
 

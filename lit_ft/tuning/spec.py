@@ -56,7 +56,9 @@ class TuningSpec:
     @property
     def method(self) -> str:
         """Name of the method, for users."""
-        return "all weights" if self.peft is None else str(self.peft.peft_type.value)
+        if self.peft is not None:
+            return str(self.peft.peft_type.value)
+        return "all weights" if self.trainable is None else "selected weights"
 
     def trains_everything(self, base: ModelSpec) -> bool:
         """Whether all weights train, so that a checkpoint holds the full model."""

@@ -288,6 +288,7 @@ def test_only_the_weights_that_patterns_name_train(make_trainer: Any, model_fold
     make_trainer(max_steps=2).fit(module, TextDataModule(write_rows()))
     named = {name for name in before if "layers.1." in name or name == "model.norm.weight"}
     assert {name.removeprefix("model.") for name in module.trainable_parameters()} == named
+    assert module.spec.tuning.method == "selected weights"
     assert all(p.grad is None for name, p in module.named_parameters() if not p.requires_grad)
 
 
