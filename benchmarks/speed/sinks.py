@@ -39,7 +39,7 @@ def by_sample(qkv: list[Tensor], sinks: Tensor, lengths: list[int], window: int 
     return torch.cat(outputs, dim=1)
 
 
-def measure(way: str, lengths: list[int], window: int | None, device: str, repeats: int = 5) -> tuple[float, float]:
+def measure(way: str, lengths: list[int], window: int | None, device: str, repeats: int = 3) -> tuple[float, float]:
     """Median milliseconds of a forward and a backward pass, and MiB that the passes added to the memory in use."""
     is_cuda, times = device == "cuda", []
     dtype = torch.bfloat16 if is_cuda else torch.float32
