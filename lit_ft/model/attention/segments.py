@@ -73,8 +73,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None,
 def forward(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithms of the sums in its softmax, ``(1, heads, T)``, fp32."""
-    out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    """Attention, and the logarithms of the sums in its softmax, ``(1, heads, T)``, fp32; in fp64 of inputs in fp64."""
+    out, log_sums = torch.empty_like(q), _empty_sums(q)
     for part, mask in _parts(ends, window, q.dtype):
         computed_in = _dtype_of(part, q.dtype)
         result, log_sum = attention_for_cpu(
@@ -90,7 +90,11 @@ def forward(
 
 @forward.register_fake
 def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), _empty_sums(q)
+
+
+def _empty_sums(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("lit_ft::attend_to_segments_backward", mutates_args=(), device_types="cpu")

@@ -53,7 +53,7 @@ class _WithSinks(torch.autograd.Function):
         else:
             within = Boundaries(ends, longest, key_ends, longest_keys)
             out, log_sums = varlen.forward(q, k, v, within, scaling, window)
-        with_sinks = torch.logaddexp(log_sums, sinks.float()[:, None])
+        with_sinks = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
         out = (out * (log_sums - with_sinks).exp()[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, with_sinks, ends, key_ends)
         ctx.longest, ctx.options = (longest, longest_keys), (scaling, window)
@@ -68,5 +68,6 @@ class _WithSinks(torch.autograd.Function):
         else:
             within = Boundaries(ends, ctx.longest[0], key_ends, ctx.longest[1])
             of_inputs = varlen.backward(grad, q, k, v, out, log_sums, within, *ctx.options)
-        of_sinks = (sinks.float()[:, None] - log_sums).exp() * (grad.float() * out.float()).sum(-1)
+        wide = log_sums.dtype
+        of_sinks = (sinks.to(wide)[:, None] - log_sums).exp() * (grad.to(wide) * out.to(wide)).sum(-1)
         return *of_inputs, -of_sinks.sum((0, 2)).to(sinks.dtype), *[None] * 6

@@ -66,6 +66,13 @@ def test_results_are_those_of_a_softmax_with_a_logit_more(
     assert_near(found, in_fp64(inputs, window, lengths), tolerance)
 
 
+def test_gradients_in_double_precision() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (4,)]
+    inputs = [torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    torch.autograd.gradcheck(lambda q, k, v, s: attend_to_segments(q, k, v, [3, 6], Variant(window=4, sinks=s)), inputs)
+
+
 def test_sinks_of_another_dtype_than_queries_are_taken() -> None:
     """As in mixed precision, where weights are fp32."""
     *qkv, sinks = inputs_of(torch.bfloat16)
