@@ -36,12 +36,6 @@ def test_liger_is_refused_before_weights_are_read(
         CausalLM(model_folder, liger=True, compile=True)
 
 
-def test_liger_names_its_extra(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_ft.model.liger_kernels.find_spec", lambda _: None)
-    with pytest.raises(RecipeError, match=r"pip install 'lit-ft\[liger\]'"):
-        liger_kernels.check(AutoConfig.from_pretrained(model_folder), torch.device("cuda"))
-
-
 def test_liger_takes_the_place_of_norms_and_mlps(model_folder: str) -> None:
     """Where the package is installed; its kernels need a GPU."""
     pytest.importorskip("liger_kernel")

@@ -270,7 +270,7 @@ def test_a_picture_needs_a_suffix(tmp_path: Path) -> None:
 
 def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RecipeError, match=r"pip install 'lit-ft\[plots\]'"):
+    with pytest.raises(RecipeError, match=r"pip install -e '\.\[plots\]'"):
         timeline_plot.draw(timeline("GPipe", 2, 2), tmp_path / "schedule.png", "")
 
 

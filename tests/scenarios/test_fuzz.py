@@ -62,6 +62,16 @@ def optional_text(row: Any, column: str) -> str:
     return text or ""
 
 
+def listed(value: Any) -> Any:
+    """A list, which may be JSON in a text."""
+    return parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+
+def closed(text: str) -> str:
+    """Raw text with the token that ends it, if it has none."""
+    return text if text.rstrip().endswith(END) else text + END
+
+
 def listing_of(tools: Any) -> str:
     if isinstance(tools, str):
         tools = parsed(tools) if tools.strip() else None
@@ -95,13 +105,19 @@ def message(turn: Any) -> tuple[str, str]:
     letter, content, calls = letters[turn["role"]], turn.get("content"), turn.get("tool_calls")
     texts = []
     if turn["role"] in CALLING:
-        must(isinstance(content, str))
-        content, calls = "", parsed(content)
+        must(isinstance(content, str | list | dict))
+        content, calls = "", parsed(content) if isinstance(content, str) else content
         must(isinstance(calls, list | dict) and calls)
     if calls is not None:
+        calls = parsed(calls) if isinstance(calls, str) else calls
         must(letter == "a" and calls != [])
         letter, texts = "c", [spelled(call) for call in (calls if isinstance(calls, list) else [calls])]
     content = "" if content is None and letter in "sct" else content
+    if letter == "t" and isinstance(content, dict):
+        content = json.dumps(content, ensure_ascii=False)
+    parts = [isinstance(part, dict) and "type" in part for part in content] if isinstance(content, list) else []
+    if letter == "t" and parts and not any(parts):
+        content = json.dumps(content, ensure_ascii=False)
     if isinstance(content, list):
         must(all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content))
         content = "".join(part["text"] for part in content)
@@ -163,7 +179,7 @@ def conversation(turns: Any, tools: Any, unlearned: int = 0, system: str = "") -
 def alpaca(row: Any) -> list[str]:
     must(isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str) and row["output"])
     question = "\n".join(part for part in (row["instruction"], optional_text(row, "input")) if part)
-    history = [] if row.get("history") in (None, "") else row["history"]
+    history = [] if row.get("history") in (None, "") else listed(row["history"])
     must(isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history))
     texts = [*(text for pair in history for text in pair), question, row["output"]]
     must(all(isinstance(text, str) and text for text in texts))
@@ -174,9 +190,10 @@ def alpaca(row: Any) -> list[str]:
 
 def sharegpt(row: Any) -> list[str]:
     names = [*"human user gpt assistant system observation tool tool_response".split(), *CALLING]
-    must(isinstance(row.get("conversations"), list) and row["conversations"])
+    given = listed(row.get("conversations"))
+    must(isinstance(given, list) and given)
     turns = []
-    for turn in row["conversations"]:
+    for turn in given:
         must(isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn["from"] in names)
         must(isinstance(turn.get("value"), str))
         own = {key: turn.get(key) for key in ("train", "weight")}
@@ -185,14 +202,15 @@ def sharegpt(row: Any) -> list[str]:
 
 
 def messages(row: Any) -> list[str]:
-    must(isinstance(row.get("messages"), list) and row["messages"])
-    return conversation(row["messages"], row.get("tools"), system=optional_text(row, "system"))
+    given = listed(row.get("messages"))
+    must(isinstance(given, list) and given)
+    return conversation(given, row.get("tools"), system=optional_text(row, "system"))
 
 
 def completion(row: Any) -> list[str]:
     must(isinstance(row.get("text"), str) and row["text"])
     written(row["text"])
-    return [row["text"] + END]
+    return [closed(row["text"])] if row["text"] != END else []  # one token predicts nothing
 
 
 def prompt_completion(row: Any) -> list[str]:
@@ -202,7 +220,7 @@ def prompt_completion(row: Any) -> list[str]:
         return conversation(prompt + answer, row.get("tools"), unlearned=len(prompt), system=system)
     must(isinstance(prompt, str) and prompt and isinstance(answer, str) and answer)
     written(prompt, answer)
-    return [answer + END]
+    return [closed(answer)]
 
 
 VOCABULARY = len(make_tokenizer())
