@@ -198,8 +198,10 @@ def prepare_for_training(model: PreTrainedModel) -> None:
             f"model.quantization changes no layer of {type(model).__name__}: it knows nn.Linear itself, and the model "
             f"has {', '.join(names)}; leave it out, or take another model"
         )
-    for module in kinds.values():
-        check_gradient(module, model.dtype)
+    for (_, kind), module in kinds.items():
+        is_dense = kind is nn.Parameter and next(module.parameters()).dtype.itemsize > 1  # as Llama 4's router
+        if not is_dense:
+            check_gradient(module, model.dtype)
 
 
 @runtime_checkable

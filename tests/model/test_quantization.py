@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import quantized_checkpoints
 import torch
+from architectures import save_model
 from one_process import Losses
 from peft import LoraConfig
 from quantized_checkpoints import dense_of, give_adapter
@@ -353,3 +354,18 @@ def test_weights_that_a_model_reads_are_not_packed(
     assert any(type(p).__name__ == "Params4bit" for p in module.parameters())
     assert module.base_model.lm_head.weight.dtype == torch.float32
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
+
+
+def test_a_router_that_stays_dense_is_not_checked_as_a_quantized_layer(tmp_path: Path) -> None:
+    """Llama 4's is a linear layer that returns two results."""
+    module = CausalLM(
+        save_model("llama4_text", tmp_path),
+        quantization=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        peft=LoraConfig(target_modules="all-linear"),
+    )
+    module.configure_model()
+    layer = module.base_model.model.layers[0]
+    assert type(layer.feed_forward.router.weight) is nn.Parameter
+    assert layer.self_attn.q_proj.base_layer.weight.dtype == torch.uint8
+    ids = np.arange(3, 40)
+    module(pack_samples([(ids, ids)] * 2)).loss_sum.backward()
