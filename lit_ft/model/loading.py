@@ -196,10 +196,10 @@ DENSE = "dense"
 def pick_attention(config: PretrainedConfig, requested: str) -> str:
     """Name of the attention function: ``auto`` is packed attention where flash attention and SDPA are supported too.
 
-    Both take queries, keys and values alone: no mask of the model's own making, no capped logits. Attention sinks are
-    what SDPA lacks and packed attention has; so are chunks what flash attention lacks. Where it does not apply, SDPA or
-    ``eager`` computes what the model needs, sample by sample. ``DENSE`` is the one of these two, for padded batches and
-    a KV cache.
+    Both take queries, keys and values alone: no mask of the model's own making, no capped logits. SDPA has no attention
+    sinks, and flash attention no chunks; packed attention computes both. Where it does not apply, SDPA or ``eager``
+    computes what the model needs, sample by sample. ``DENSE`` is the one of these two, for padded batches and a KV
+    cache.
     """
     if requested not in ("auto", DENSE):
         check_attention(requested, config)
