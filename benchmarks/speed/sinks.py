@@ -4,8 +4,8 @@
     python -m benchmarks.speed.sinks --device cuda
 
 Heads are those of gpt-oss-20b; half of its layers have the sliding window. ``eager``, all that transformers has without
-kernels of the hub, is called for each sample of the batch alone. In fp32 on a CPU, in bfloat16 on CUDA. Each cell is
-measured in a process of its own.
+kernels of the hub, is called for each sample of the batch alone. In fp32 on a CPU, in bfloat16 on CUDA. On a CPU each
+cell is measured in a process of its own, for its memory.
 """
 
 import argparse
@@ -43,7 +43,9 @@ def measure(way: str, lengths: list[int], window: int | None, device: str, repea
     """Median milliseconds of a forward and a backward pass, and MiB that the passes added to the memory in use."""
     is_cuda, times = device == "cuda", []
     dtype = torch.bfloat16 if is_cuda else torch.float32
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()  # to what is allocated now
+    before = _peak_mib(is_cuda)
     for _ in range(repeats):
         shapes = [(1, heads, sum(lengths), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         qkv = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -56,8 +58,13 @@ def measure(way: str, lengths: list[int], window: int | None, device: str, repea
             out = by_sample(qkv, sinks, lengths, window)
         out.sum().backward()
         times.append(_now(is_cuda) - started)
-    added = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return statistics.median(times) * 1e3, torch.cuda.max_memory_allocated() / 2**20 if is_cuda else added
+    return statistics.median(times) * 1e3, _peak_mib(is_cuda) - before
+
+
+def _peak_mib(is_cuda: bool) -> float:
+    if is_cuda:
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _now(is_cuda: bool) -> float:
@@ -81,10 +88,13 @@ def main() -> None:
         for window in (0, WINDOW):
             cells = []
             for way in ("eager", "packed"):
-                here = [sys.executable, "-m", "benchmarks.speed.sinks", "--device", options.device]
-                command = [*here, "--one", way, batch, str(window)]
-                ms, mib = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split()[-2:]
-                cells.append(f"{float(ms):,.0f} ms, {float(mib):,.0f} MiB")
+                if options.device == "cuda":
+                    ms, mib = measure(way, BATCHES[batch], window or None, "cuda", repeats=11)
+                else:
+                    command = [sys.executable, "-m", "benchmarks.speed.sinks", "--one", way, batch, str(window)]
+                    output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+                    ms, mib = map(float, output.split()[-2:])
+                cells.append(f"{ms:,.{0 if ms >= 100 else 2}f} ms, {mib:,.0f} MiB")
             print(f"| {batch} | {window or 'none'} | {cells[0]} | {cells[1]} |", flush=True)
     print(f"\n{environment()}")
 

@@ -18,7 +18,7 @@ VARIANTS = 64
 """Graphs that torch may make of one layer's code, e.g. for the first layer, in validation, for kinds of attention."""
 
 
-def check(compiled: bool | str, pad_rows_to: int | None) -> None:
+def check(compiled: bool | str, pad_rows_to: int | None, cuda_graphs: bool = False) -> None:
     """Refuse unknown backends and modes of torch.compile, and CUDA graphs of packed batches of any length.
 
     Args:
@@ -39,7 +39,7 @@ def check(compiled: bool | str, pad_rows_to: int | None) -> None:
         return
     if pad_rows_to < 1:
         raise RecipeError(f"model.pad_rows_to={pad_rows_to} must be a number of tokens, e.g. 256; null pads nothing")
-    if not compiled:
+    if not compiled and not cuda_graphs:
         raise RecipeError(
             f"model.pad_rows_to={pad_rows_to} only costs time without CUDA graphs; set model.compile to "
             "reduce-overhead, or leave it out"

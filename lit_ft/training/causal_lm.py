@@ -81,6 +81,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         activation_offload: bool = False,
         compile: bool | str = False,
         pad_rows_to: int | None = None,
+        cuda_graphs: bool = False,
         liger: bool = False,
         fused_lora: bool = True,
         init_rows: int = 64,
@@ -141,7 +142,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
         base = ModelSpec(pretrained, tokenizer, *new, init, dtype, attn_implementation, quantization, config_overrides)
         tuning = TuningSpec.of(peft, adapter_dtype, trainable, adapter)
-        passes = gradient_checkpointing, activation_offload, compile, pad_rows_to, liger, fused_lora
+        passes = gradient_checkpointing, activation_offload, compile, pad_rows_to, cuda_graphs, liger, fused_lora
         self.spec = TrainingSpec(base, tuning, *passes, neftune_alpha, router_aux_loss)
         self.init_rows, self.max_new_tokens = init_rows, max_new_tokens
         self.lr_factors, self.no_weight_decay = lr_factors or {}, no_weight_decay or []

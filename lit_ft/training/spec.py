@@ -46,6 +46,7 @@ class TrainingSpec:
     activation_offload: bool = False
     compile: bool | str = False
     pad_rows_to: int | None = None
+    cuda_graphs: bool = False
     liger: bool = False
     fused_lora: bool = True
     neftune_alpha: float | None = None
@@ -65,7 +66,7 @@ class TrainingSpec:
             raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
         if self.neftune_alpha is not None and not self.neftune_alpha > 0:
             raise RecipeError(f"model.neftune_alpha={self.neftune_alpha} must be above 0, e.g. 5; null adds no noise")
-        compiled_layers.check(self.compile, self.pad_rows_to)
+        compiled_layers.check(self.compile, self.pad_rows_to, self.cuda_graphs)
         if self.pad_rows_to is not None and peft is not None and peft.is_prompt_learning:
             raise RecipeError(
                 f"model.pad_rows_to={self.pad_rows_to} with {type(peft).__name__}, which adds virtual tokens to each "
@@ -161,8 +162,8 @@ class TrainingSpec:
             untrained_ends.warn(base, tokenizer)
         base.disable_input_require_grads()  # which PEFT enables too
         tensors.keep(model)  # buffers of the adapter
-        options = self.activation_offload, self.router_aux_loss
-        forward = PackedForward(model, *options, compiled=self.compile, pad_rows_to=self.pad_rows_to)
+        options = self.activation_offload, self.router_aux_loss, self.compile, self.pad_rows_to, self.cuda_graphs
+        forward = PackedForward(model, *options)
         if self.neftune_alpha is not None:
             forward.add_embedding_noise(self.neftune_alpha)
         if self.fused_lora:

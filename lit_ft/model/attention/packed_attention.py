@@ -93,7 +93,7 @@ def packed_attention(
         )
     query, key, value = _in_one_dtype(query, key, value)
     variant = Variant(dropout, scaling, sliding_window, s_aux)
-    if torch.compiler.is_compiling() and segments is not None and attention_mask is None:
+    if segments is not None and attention_mask is None:
         is_whole = not hasattr(module, "context_mesh") and not hasattr(module, "tokens_of_chunk")
         if is_whole and _fits_a_graph(query, value, segments, variant):
             return _in_graph(query, key, value, segments, variant), None

@@ -22,8 +22,15 @@ from lit_ft.internals.torch import attention_backward_for_cpu, attention_for_cpu
 CPU_FP32_BELOW = 256
 
 
+LEAST_SAMPLES, LEAST_TOKENS = 32, 512
+"""Least number of samples, and tokens of the longest one, in batches of few shapes.
+
+Empty samples, and blocks of 128 tokens beyond the end of a sample, end at once in the kernel.
+"""
+
+
 class Segments(NamedTuple):
-    """Boundaries of the samples of a packed batch, as a compiled layer takes them."""
+    """Boundaries of the samples of a packed batch, as a compiled or recorded layer takes them."""
 
     ends: Tensor | None
     """Where samples end, after a 0, ``(samples + 1,)``, int32, on the device of the batch; None for a single sample."""
@@ -35,13 +42,14 @@ def segments_of(lengths: Sequence[int], device: torch.device, has_few_shapes: bo
     """Boundaries of samples, on the device of the batch.
 
     Args:
-        has_few_shapes: whether the number of samples and the longest one are raised to powers of two. Samples that are
-            added are empty. CUDA graphs are recorded once for each shape and number.
+        has_few_shapes: whether the number of samples and the longest one are raised to powers of two, and to
+            ``LEAST_SAMPLES`` and ``LEAST_TOKENS``. Samples that are added are empty. CUDA graphs are recorded once for
+            each shape and number.
     """
     longest, ends = max(lengths), [0, *accumulate(lengths)]
     if has_few_shapes:
-        longest = min(_power_of_two(longest), ends[-1])
-        ends += ends[-1:] * (_power_of_two(len(lengths)) - len(lengths))
+        longest = min(max(_power_of_two(longest), LEAST_TOKENS), ends[-1])
+        ends += ends[-1:] * (max(_power_of_two(len(lengths)), LEAST_SAMPLES) - len(lengths))
     elif len(lengths) == 1:
         return Segments(None, longest)
     return Segments(queued_copy(torch.tensor(ends, dtype=torch.int32), device), longest)

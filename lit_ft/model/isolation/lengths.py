@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 from lit_ft.errors import RecipeError
 
-_lengths: ContextVar[Sequence[int]] = ContextVar("_lengths", default=())
+_lengths: ContextVar[Sequence[int] | None] = ContextVar("_lengths", default=())
 
 
 @contextmanager
@@ -19,9 +19,29 @@ def samples_of(lengths: Sequence[int]) -> Iterator[None]:
         _lengths.reset(token)
 
 
+@contextmanager
+def unknown() -> Iterator[None]:
+    """Context in which a part of a model that asks for the lengths is refused: it would keep those of one batch."""
+    token = _lengths.set(None)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
+
+
 def current() -> Sequence[int]:
-    """Lengths of the samples; empty outside of a packed batch."""
-    return _lengths.get()
+    """Lengths of the samples; empty outside of a packed batch.
+
+    Raises:
+        RecipeError: they are of no single batch (``unknown``).
+    """
+    lengths = _lengths.get()
+    if lengths is None:
+        raise RecipeError(
+            "model.cuda_graphs: parts of this architecture are computed sample by sample, and a CUDA graph would "
+            "repeat the samples of one batch; set model.cuda_graphs to false"
+        )
+    return lengths
 
 
 def lengths_of(tokens: int) -> list[int] | None:
@@ -30,7 +50,7 @@ def lengths_of(tokens: int) -> list[int] | None:
     Raises:
         RecipeError: the sequence is a part of a packed batch, or has more tokens.
     """
-    lengths = _lengths.get()
+    lengths = current()
     if not lengths:
         return None
     if sum(lengths) != tokens:

@@ -1,5 +1,7 @@
 """Forward pass of a causal LM over a packed batch, in two halves: hidden states, and the loss of supervised tokens."""
 
+from typing import cast
+
 import torch
 from lit_callbacks.distributed.host_copy import queued_copy
 from peft import PeftModel
@@ -11,12 +13,13 @@ from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Decoder
-from lit_ft.model.attention.segments import segments_of
+from lit_ft.model.attention.segments import Segments, segments_of
 from lit_ft.model.compiled_layers import uses_inductor
 from lit_ft.model.isolation import lengths as current_lengths
 from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, pad_to_multiple
 from lit_ft.training.loss import router_loss
+from lit_ft.training.loss.cuda_graphs import DecoderGraphs
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.tuning import prompt_learning
@@ -40,8 +43,9 @@ class PackedForward:
         router_aux_loss: router_loss.RouterAuxLoss = None,
         compiled: bool | str = False,
         pad_rows_to: int | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
-        self.is_compiled, self.pad_rows_to = bool(compiled), pad_rows_to
+        self.pad_rows_to = pad_rows_to
         self.fuses_loss = uses_inductor(compiled)
         self.model, self.base = model, base_model_of(model)
         self.head = loading.head_of(self.base)
@@ -52,6 +56,9 @@ class PackedForward:
         self.segment_lengths: list[int] = []
         """Lengths of the samples of the last batch."""
         self.computed_tokens, self.padding_tokens = 0, 0
+        self.takes_boundaries = bool(compiled) or cuda_graphs
+        """Whether layers are given the boundaries of samples as a tensor, not the list of their lengths."""
+        self.graphs = DecoderGraphs(self._layers, model) if cuda_graphs else None
 
     def __call__(self, batch: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions over the batch's supervised tokens."""
@@ -72,7 +79,7 @@ class PackedForward:
         with_virtual = prompt_learning.virtual_lengths(self.model, lengths)
         options: dict[str, object] = {}
         if attention_implementation(self.base.config) == loading.PACKED:
-            if self.is_compiled:  # without the list, for each length of which torch 2.11 compiles again
+            if self.takes_boundaries:  # without the list, for each length of which torch 2.11 compiles again
                 device, is_padded = batch["input_ids"].device, self.pad_rows_to is not None
                 options["segments"] = segments_of(with_virtual, device, has_few_shapes=is_padded)
             else:
@@ -80,6 +87,8 @@ class PackedForward:
         with samples_of(with_virtual):
             if prompt_learning.method_of(self.model) is not None:
                 return prompt_learning.hidden_states(self.model, decoder, batch, **options)
+            if self.graphs is not None and self.model.training and torch.is_grad_enabled():
+                return self.graphs(batch["input_ids"], batch["position_ids"], cast(Segments, options["segments"]))
             reads_router = bool(self.router_coefficient) and self.model.training
             options |= {"output_router_logits": True} if reads_router else {}
             output = decoder(
@@ -87,6 +96,13 @@ class PackedForward:
             )
         self.router_loss = router_loss.router_loss(self.base, output) if reads_router else None
         return output.last_hidden_state
+
+    def _layers(self, ids: Tensor, positions: Tensor, segments: Segments) -> Tensor:
+        decoder = loading.decoder_of(self.base)
+        hidden: Tensor = decoder(
+            input_ids=ids, position_ids=positions, use_cache=False, segments=segments
+        ).last_hidden_state
+        return hidden
 
     def _padded(self, batch: PackedBatch) -> PackedBatch:
         """The batch with a last sample that predicts nothing, if its number of tokens would be one of many."""

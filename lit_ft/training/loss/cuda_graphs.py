@@ -1,0 +1,184 @@
+"""Forward and backward pass of all decoder layers as CUDA graphs, one pair for each shape of a packed batch.
+
+A small model on short rows waits for the launches of its kernels: a layer of LoRA has about 130 in a step. Recorded,
+they are two launches for all layers. The first batch of a shape is computed as without, the second one is recorded, and
+all later ones are replayed. Graphs share their memory, since the backward pass of one ends before the next begins.
+
+A graph repeats what it recorded: shapes and numbers of the host are its own, tensors may change their values.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lit_ft.errors import RecipeError
+from lit_ft.model.attention.segments import Segments
+from lit_ft.model.isolation import lengths
+
+Layers = Callable[[Tensor, Tensor, Segments], Tensor]
+"""Hidden states ``(1, T, H)`` of token ids and positions ``(1, T)``."""
+
+MANY_SHAPES = 64
+"""Recorded shapes that are warned of."""
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse strategies that move weights in memory or split the layers.
+
+    Raises:
+        RecipeError: the strategy is neither a single device nor DDP.
+    """
+    if not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy:
+        raise RecipeError(
+            f"model.cuda_graphs with {type(strategy).__name__}: graphs are recorded for weights that keep their place "
+            "in memory, on one device or under DDP; set model.cuda_graphs to false, or take trainer.strategy: ddp"
+        )
+
+
+class DecoderGraphs:
+    """Computes training batches through recorded graphs on CUDA, and as they are elsewhere."""
+
+    def __init__(self, layers: Layers, model: nn.Module) -> None:
+        """Record nothing yet.
+
+        Args:
+            layers: computes hidden states, with a gradient for the model's parameters.
+            model: model whose parameters that train get gradients.
+        """
+        self._layers, self._model = layers, model
+        self._recorded: dict[tuple[int, ...], _Recorded | None] = {}
+        self._trained: list[nn.Parameter] = []
+        self._pool: Any = None
+        self._has_warned = False
+
+    def __call__(self, ids: Tensor, positions: Tensor, segments: Segments) -> Tensor:
+        """Hidden states ``(1, T, H)``; with gradients where autograd is on.
+
+        Raises:
+            RecipeError: the layers do what a graph cannot repeat.
+        """
+        if not can_record(ids.device):
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_info(f"model.cuda_graphs: there is nothing to record on this device ({ids.device.type})")
+            return self._layers(ids, positions, segments)
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        if not _same(trained, self._trained):
+            self._recorded, self._trained = {}, trained
+        assert segments.ends is not None, "a batch that is padded has boundaries"
+        shape = ids.shape[1], len(segments.ends), segments.longest
+        if shape not in self._recorded:
+            self._recorded[shape] = None
+            return self._layers(ids, positions, segments)  # compiles and loads what the recording needs
+        recorded = self._recorded[shape]
+        if recorded is None:
+            recorded = self._recorded[shape] = self._record(ids, positions, segments)
+        return _Replay.apply(recorded, ids, positions, segments.ends, *trained)
+
+    def _record(self, ids: Tensor, positions: Tensor, segments: Segments) -> "_Recorded":
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        recorded = _Recorded(self._layers, self._trained, (ids, positions, segments), self._pool)
+        count = sum(one is not None for one in self._recorded.values()) + 1
+        if count == 1:
+            rank_zero_info("model.cuda_graphs: layers are recorded, for each shape of a batch that comes a second time")
+        if count == MANY_SHAPES:
+            rank_zero_warn(
+                f"model.cuda_graphs: {count} shapes of packed batches are recorded, which costs time and memory; a "
+                "larger model.pad_rows_to makes fewer"
+            )
+        return recorded
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether a device has graphs that repeat what was queued on it."""
+    return device.type == "cuda"
+
+
+def _same(ones: Sequence[object], others: Sequence[object]) -> bool:
+    return len(ones) == len(others) and all(one is other for one, other in zip(ones, others, strict=True))
+
+
+class _Recorded:
+    """Graphs of one shape, and the tensors that they read and write."""
+
+    def __init__(
+        self, layers: Layers, trained: Sequence[nn.Parameter], batch: tuple[Tensor, Tensor, Segments], pool: Any
+    ) -> None:
+        ids, positions, (ends, longest) = batch
+        assert ends is not None
+        self.inputs = [tensor.clone() for tensor in (ids, positions, ends)]
+        self._layers, self._trained, self._longest = layers, trained, longest
+        device = ids.device.type
+        # Autocast keeps weights that it has cast, in memory of the graph that came first.
+        cast = nullcontext()
+        if torch.is_autocast_enabled(device):
+            cast = torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)  # type: ignore[assignment]
+        try:
+            with cast, lengths.unknown():
+                self.hidden, self.forward = record(self._compute, pool)
+                self.grad_hidden = torch.zeros_like(self.hidden)
+                self._gradients, self.backward = record(self._compute_gradients, pool)
+        except (RuntimeError, NotImplementedError) as error:
+            raise RecipeError(
+                "model.cuda_graphs: this model's layers do what a CUDA graph cannot repeat "
+                f"({str(error).strip().splitlines()[0]}); set model.cuda_graphs to false"
+            ) from error
+
+    def _compute(self) -> Tensor:
+        ids, positions, ends = self.inputs
+        self._differentiable = self._layers(ids, positions, Segments(ends, self._longest))
+        return self._differentiable.detach()
+
+    def _compute_gradients(self) -> dict[torch.dtype, Tensor]:
+        found = torch.autograd.grad(self._differentiable, self._trained, self.grad_hidden, allow_unused=True)
+        del self._differentiable
+        self._shapes = [None if one is None else (one.dtype, one.shape) for one in found]
+        of_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for one in filter(lambda gradient: gradient is not None, found):
+            of_dtype.setdefault(one.dtype, []).append(one.reshape(-1))
+        return {dtype: torch.cat(pieces) for dtype, pieces in of_dtype.items()}
+
+    def gradients(self) -> list[Tensor | None]:
+        """Gradients of the parameters that train, after a replay, in memory of their own."""
+        pieces = {
+            dtype: iter(flat.clone().split([shape.numel() for of, shape in filter(None, self._shapes) if of == dtype]))
+            for dtype, flat in self._gradients.items()
+        }
+        return [None if one is None else next(pieces[one[0]]).view(one[1]) for one in self._shapes]
+
+
+def record(compute: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
+    """Record what a function queues on CUDA; returns its result, and a function that computes it again in place.
+
+    The result has no values before the first replay. Other threads may use CUDA meanwhile, as to pin batches does.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = compute()
+    return result, graph.replay
+
+
+class _Replay(torch.autograd.Function):
+    """Hidden states of a batch from a recorded forward pass, and gradients from the recorded backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: _Recorded, ids: Tensor, positions: Tensor, ends: Tensor, *_: Tensor) -> Tensor:
+        for own, given in zip(recorded.inputs, (ids, positions, ends), strict=True):
+            own.copy_(given)
+        recorded.forward()
+        ctx.recorded = recorded
+        return recorded.hidden.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recorded.grad_hidden.copy_(grad)
+        ctx.recorded.backward()
+        return None, None, None, None, *ctx.recorded.gradients()
