@@ -18,49 +18,31 @@ VARIANTS = 64
 """Graphs that torch may make of one layer's code, e.g. for the first layer, in validation, for kinds of attention."""
 
 
-def check(compiled: bool | str, pad_rows_to: int | None, cuda_graphs: bool = False) -> None:
-    """Refuse unknown backends and modes of torch.compile, and CUDA graphs of packed batches of any length.
+def check(compiled: bool | str) -> None:
+    """Refuse unknown backends and modes of torch.compile, and modes that record CUDA graphs layer by layer.
 
     Args:
         compiled: true, or the name of a mode of inductor or of another backend.
-        pad_rows_to: number that the tokens of a packed batch are a multiple of; None pads none.
 
     Raises:
-        RecipeError: the name is unknown, or one of the options needs the other.
+        RecipeError: the name is unknown or such a mode's.
     """
-    if isinstance(compiled, str) and compiled not in (names := [*compile_modes(), *_backends()]):
-        raise RecipeError(f"model.compile={compiled!r} is no mode and no backend of torch.compile; use true or {names}")
-    if pad_rows_to is None:
-        if records_graphs(compiled):
+    if isinstance(compiled, str) and compiled not in (names := [*_modes(), *_backends()]):
+        if compiled in compile_modes():
             raise RecipeError(
-                f"model.compile={compiled} records CUDA graphs, one for each number of tokens in a packed batch; set "
-                "model.pad_rows_to, e.g. to 256, so that there are few"
+                f"model.compile={compiled} records CUDA graphs layer by layer, which takes longer than it saves; set "
+                "model.cuda_graphs to true, which records all layers at once, and model.compile to true"
             )
-        return
-    if pad_rows_to < 1:
-        raise RecipeError(f"model.pad_rows_to={pad_rows_to} must be a number of tokens, e.g. 256; null pads nothing")
-    if not compiled and not cuda_graphs:
-        raise RecipeError(
-            f"model.pad_rows_to={pad_rows_to} only costs time without CUDA graphs; set model.compile to "
-            "reduce-overhead, or leave it out"
-        )
+        raise RecipeError(f"model.compile={compiled!r} is no mode and no backend of torch.compile; use true or {names}")
 
 
-def records_graphs(compiled: bool | str) -> bool:
-    """Whether ``model.compile`` names a mode of inductor that records CUDA graphs."""
-    return isinstance(compiled, str) and bool(compile_modes().get(compiled, {}).get("triton.cudagraphs"))
+def _modes() -> list[str]:
+    return [name for name, options in compile_modes().items() if not options.get("triton.cudagraphs")]
 
 
 def uses_inductor(compiled: bool | str) -> bool:
     """Whether ``model.compile`` names inductor, by true, by one of its modes or by its name."""
     return compiled is True or compiled == "inductor" or compiled in compile_modes()
-
-
-def copy_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Move gradients on CUDA out of the memory of CUDA graphs, which the next replay writes to."""
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_cuda:
-            parameter.grad = parameter.grad.clone()
 
 
 def _backends() -> list[str]:

@@ -25,7 +25,6 @@ from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_ste
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.internals.lightning import place_logged_values
-from lit_ft.model import compiled_layers
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
 from lit_ft.model.isolation import architectures
@@ -35,6 +34,7 @@ from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.float32 import tensors
+from lit_ft.training.loss import cuda_graphs
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
@@ -118,9 +118,11 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
             activation_offload: keep activations in the host's memory until the backward pass; with
                 gradient_checkpointing only what it keeps, the layers' inputs. For CUDA.
             compile: let torch.compile fuse each decoder layer, for rows of any length; the first steps take a minute. A
-                name is that of a mode (reduce-overhead records CUDA graphs, for small models) or of another backend.
+                name is that of a mode or of another backend.
             pad_rows_to: compute packed batches with a multiple of this many tokens, e.g. 256, filled up by a sample
                 that predicts nothing, so that CUDA graphs are recorded for few numbers of tokens.
+            cuda_graphs: record all layers' kernels once for each shape of a batch, and launch them together: for small
+                models on short rows, where a GPU waits for launches. Needs pad_rows_to. For CUDA.
             liger: compute norms, rotary embeddings and MLPs with Liger's kernels (extra `liger`). For CUDA.
             fused_lora: compute plain LoRA on linear layers in one function, with products in the base's dtype and the
                 adapter's weights in theirs; false leaves it to PEFT, which computes all other methods and variants.
@@ -192,12 +194,14 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         if self.model is None:
             if self._trainer is not None:
                 architectures.check_precision(self.spec.base.config, str(self._trainer.precision))
+                if self.spec.cuda_graphs:
+                    cuda_graphs.check_strategy(self._trainer.strategy)
             first_batches = partial(batches_for_init, self._trainer, self.init_rows)
             self._packed, self.start = self.spec.build(self.start, self._device_of_run(), first_batches)
             self.model = self._packed.model
             self.weight_count = WeightCount.of(self.model)
             self.expert_notes = experts.describe(self._packed.base, self.spec.router_aux_loss is not None)
-            if not self.spec.compile:  # hooks would break the graphs of layers
+            if not self.spec.compile and not self.spec.cuda_graphs:  # which have no place for hooks
                 self.train_metrics.expert_load = ExpertLoad.of(self._packed.base)
             self._state = SavedState(self, self._packed, self.start, self.base_fingerprint)
 
@@ -290,12 +294,6 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         """Take the step; the tuning method may look at its gradients before they are gone."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         method_hooks.after_optimizer_step(self.model, self.trainer.global_step + 1)
-
-    def on_after_backward(self) -> None:
-        """Keep gradients of one micro-batch from the memory of CUDA graphs, where the next one is computed."""
-        super().on_after_backward()
-        if compiled_layers.records_graphs(self.spec.compile) and self.trainer.accumulate_grad_batches > 1:
-            compiled_layers.copy_gradients(self.parameters())
 
     def on_fit_end(self) -> None:
         """Leave the trainer as it was given, where nothing was left to train on."""

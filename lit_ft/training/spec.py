@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lit_ft import process
 from lit_ft.errors import RecipeError
 from lit_ft.internals import liger_kernel
-from lit_ft.internals.transformers import enable_checkpointing, weights_in_float32
+from lit_ft.internals.transformers import attention_implementation, enable_checkpointing, weights_in_float32
 from lit_ft.model import compiled_layers, liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
@@ -24,7 +24,7 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.float32 import products, tensors
-from lit_ft.training.loss import router_loss
+from lit_ft.training.loss import cuda_graphs, router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import compatibility, fused_lora, lora_init, untrained_ends
 from lit_ft.tuning.lora_init import LoraInitState
@@ -66,7 +66,19 @@ class TrainingSpec:
             raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
         if self.neftune_alpha is not None and not self.neftune_alpha > 0:
             raise RecipeError(f"model.neftune_alpha={self.neftune_alpha} must be above 0, e.g. 5; null adds no noise")
-        compiled_layers.check(self.compile, self.pad_rows_to, self.cuda_graphs)
+        compiled_layers.check(self.compile)
+        cuda_graphs.check(
+            self.cuda_graphs,
+            self.pad_rows_to,
+            excluded={
+                "gradient_checkpointing": self.gradient_checkpointing,
+                "activation_offload": self.activation_offload,
+                "neftune_alpha": self.neftune_alpha,
+                "router_aux_loss": self.router_aux_loss,
+            },
+        )
+        if self.cuda_graphs and self.base.attn_implementation != "auto":
+            cuda_graphs.check_attention(self.base.attn_implementation)
         if self.pad_rows_to is not None and peft is not None and peft.is_prompt_learning:
             raise RecipeError(
                 f"model.pad_rows_to={self.pad_rows_to} with {type(peft).__name__}, which adds virtual tokens to each "
@@ -147,6 +159,8 @@ class TrainingSpec:
         if self.gradient_checkpointing:
             self._check_checkpointing(base)
             enable_checkpointing(base, activation_checkpointing.options(self.gradient_checkpointing))
+        if self.cuda_graphs:
+            cuda_graphs.check_attention(attention_implementation(base.config))
         if self.router_aux_loss is None:
             router_loss.say_what_is_left_out(base)
         rotary_embedding.keep_samples_apart(base)

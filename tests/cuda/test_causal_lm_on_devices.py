@@ -32,8 +32,9 @@ TEXTS = (
 )
 
 
-def lora() -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+def lora(dropout: float = 0.0) -> LoraConfig:
+    method = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": dropout}
+    return LoraConfig(**method, task_type="CAUSAL_LM", init_lora_weights=False)
 
 
 def ids_of(folder: str = TINY) -> list[Any]:
@@ -45,10 +46,10 @@ def row_of(samples: list[Any]) -> PackedBatch:
     return pack_samples([(ids, ids) for ids in samples])
 
 
-def built(device: str, folder: str = TINY, **options: Any) -> CausalLM:
+def built(device: str, folder: str = TINY, dropout: float = 0.0, **options: Any) -> CausalLM:
     """A model as a run builds it: in the context of the device; with one adapter whatever the device."""
     torch.manual_seed(0)
-    module = CausalLM(folder, peft=lora(), **options)
+    module = CausalLM(folder, peft=lora(dropout), **options)
     with torch.device(device):
         module.configure_model()
     return module.to(device).train()
@@ -126,7 +127,6 @@ WAYS: dict[str, dict[str, Any]] = {
 ON_CUDA: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
     "compiled, checkpointing": {"compile": True, "gradient_checkpointing": True},
-    "CUDA graphs": {"compile": "reduce-overhead", "pad_rows_to": 64},
     "liger": {"liger": True},
 }
 """tests/benchmarks/test_speed.py and tests/model/test_compiled_layers.py compile on a CPU."""
@@ -155,6 +155,33 @@ def test_ways_to_save_time_or_memory_change_no_number(
         passed(module, device, [row_of([ids[1:] for ids in ids_of()])])  # of another length
     finally:
         torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compile": True}, {"quantization": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}],
+    ids=["eager", "compiled", "nf4"],
+)
+def test_replayed_graphs_change_no_number(device: str, options: dict[str, Any], reference: CausalLM) -> None:
+    graphs = {"cuda_graphs": True, "pad_rows_to": 128}
+    plain, recorded = (alike(device, reference, dtype="bfloat16", **options, **more) for more in ({}, graphs))
+    rows = [row_of([ids[n:] for ids in ids_of()]) for n in range(3)]  # as it is, recorded, and replayed
+    for step in ([rows[0]], [rows[1]], [rows[2]], rows):
+        wanted, found = passed(plain, device, step), passed(recorded, device, step)
+        assert relative_distance(found[0], wanted[0]) < 5e-3
+        assert relative_distance(found[1], wanted[1]) < 2e-2
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_replayed_graphs_draw_the_numbers_of_the_seed(device: str, reference: CausalLM) -> None:
+    module = alike(device, reference, dtype="bfloat16", dropout=0.3, cuda_graphs=True, pad_rows_to=128)
+    losses = []
+    for seed in (1, 1, 1, 2, 1):  # as it is, recorded, and replayed
+        torch.manual_seed(seed)
+        losses.append(passed(module, device, [row_of(ids_of())])[0])
+    assert all(torch.equal(losses[0], losses[n]) for n in (1, 2, 4))
+    assert not torch.equal(losses[0], losses[3])
 
 
 @pytest.mark.parametrize("device", DEVICES)

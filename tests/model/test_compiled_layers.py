@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from architectures import save_model
-from peft import LoraConfig, PromptTuningConfig
+from peft import LoraConfig
 from torch._dynamo.utils import counters
 
 from lit_ft import CausalLM, RecipeError
+from lit_ft.model.attention.segments import LEAST_SAMPLES
 from lit_ft.packed_batch import PackedBatch, pack_samples
 
 ROWS = ((7, 25, 40), (30,), (5, 6), (64,))
@@ -143,27 +144,18 @@ def test_rows_of_few_lengths_give_the_same_numbers_in_few_shapes(tiny_qwen2: str
         return run
 
     torch._dynamo.register_backend(backend, name="counts_shapes")
-    padded = passes(tiny_qwen2, rows, compile="counts_shapes", pad_rows_to=32)
+    padded = passes(tiny_qwen2, rows, compile="counts_shapes", pad_rows_to=32, cuda_graphs=True)
     assert_same(padded, plain)
     assert not numbers  # a number in host memory, e.g. the scaling of LoRA, would be copied in each pass
     assert (padded.graphs, padded.breaks) == (2, 0)  # one sample and several are alike, for there is padding
     tokens = [sum(row["segment_lengths"]) for row in rows]
     computed = [-(-count // 32) * 32 for count in tokens]
     assert {shape[0] for shape in shapes} == set(computed) == {32, 64, 96}
-    assert {shape[1] for shape in shapes} <= {1 + 2**n for n in range(6)}
+    assert {shape[1] for shape in shapes} == {1 + LEAST_SAMPLES}
     assert padded.padding == pytest.approx(1 - sum(tokens) / sum(computed))
 
 
-def test_cuda_graphs_need_rows_of_few_lengths(model_folder: str) -> None:
-    assert CausalLM(model_folder, compile="reduce-overhead", pad_rows_to=256).spec.pad_rows_to == 256
-    with pytest.raises(
-        RecipeError, match="each number of tokens in a packed batch; set model.pad_rows_to, e.g. to 256"
-    ):
-        CausalLM(model_folder, compile="reduce-overhead")
-    with pytest.raises(RecipeError, match=r"pad_rows_to=256 only costs time .* set model\.compile to reduce-overhead"):
-        CausalLM(model_folder, pad_rows_to=256)
-    with pytest.raises(RecipeError, match="pad_rows_to=0 must be a number of tokens"):
-        CausalLM(model_folder, compile=True, pad_rows_to=0)
-    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(RecipeError, match="PromptTuningConfig, which adds virtual tokens"):
-        CausalLM(model_folder, compile=True, pad_rows_to=256, peft=prompts)
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_that_record_graphs_of_single_layers_are_refused(mode: str, model_folder: str) -> None:
+    with pytest.raises(RecipeError, match=f"compile={mode} records CUDA graphs layer by layer.* model.cuda_graphs to"):
+        CausalLM(model_folder, compile=mode)

@@ -816,15 +816,6 @@ CASES = {
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/ia3.yaml"],
         r"IA3 was not compared with one process \(tensor_parallel_size=2\); take LoraConfig on linear layers",
     ),
-    "padded rows": (
-        [
-            "--trainer.devices=2",
-            f"{S}tensor_parallel_size=2",
-            "--model.compile=reduce-overhead",
-            "--model.pad_rows_to=256",
-        ],
-        "model.pad_rows_to=256 pads whole packed batches, which pipeline, tensor and context parallelism split",
-    ),
     "DoRA": (
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/dora.yaml"],
         "use_dora=True looks at whole weights",

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from architectures import save_model
-from peft import LoraConfig
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from peft import LoraConfig, PromptTuningConfig
 from torch import Tensor
 
-from lit_ft import CausalLM
+from lit_ft import CausalLM, RecipeError
 from lit_ft.packed_batch import PackedBatch, pack_samples
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.training.loss import cuda_graphs
 
 ROWS = ((7, 20), (5, 6, 12), (30,), (9, 9, 9), (40, 3), (2, 3, 4))
@@ -93,4 +95,92 @@ def test_replayed_passes_give_the_same_numbers(
     wanted, found = passes(plain, rows_of(), accumulate), passes(recorded, rows_of(), accumulate)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
-    assert len(recordings) == 2 * 1  # rows of 32 tokens came five times, of 64 once
+    assert len(recordings) == 2  # rows of 32 tokens came five times, a row of 64 once
+
+
+def test_weights_that_begin_to_train_are_recorded_anew(tiny_qwen2: str, recordings: list[object]) -> None:
+    plain, recorded = (module_of(tiny_qwen2, **options) for options in ({}, {"cuda_graphs": True, "pad_rows_to": 32}))
+    rows = rows_of(((7, 20),) * 3)
+    for is_trained in (False, True):
+        for module in (plain, recorded):
+            module.model.get_input_embeddings().requires_grad_(is_trained)
+            module.model.model.norm.requires_grad_(is_trained)
+        for one, other in zip(passes(recorded, rows), passes(plain, rows), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+    assert len(recordings) == 4
+
+
+def test_validation_is_not_recorded(tiny_qwen2: str, recordings: list[object]) -> None:
+    module = module_of(tiny_qwen2, cuda_graphs=True, pad_rows_to=32).eval()
+    with torch.no_grad():
+        losses = [float(module(row).loss_sum) for row in rows_of(((7, 20),) * 3)]
+    assert all(loss > 0 for loss in losses)
+    assert not recordings
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen2"])
+def test_parts_that_are_computed_sample_by_sample_are_refused(
+    architecture: str, tmp_path: Path, recordings: list[object]
+) -> None:
+    options: dict[str, Any] = {"cuda_graphs": True, "pad_rows_to": 32}
+    if architecture == "qwen2":  # frequencies that depend on the length of a sample
+        options["config_overrides"] = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
+    module = module_of(save_model(architecture, tmp_path), **options)
+    said = "sample by sample.* would repeat the samples of one batch; set model.cuda_graphs to false"
+    with pytest.raises(RecipeError, match=said):
+        passes(module, rows_of(((7, 20),) * 2))
+
+
+def test_shapes_that_are_many_are_said(
+    tiny_qwen2: str, recordings: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "MANY_SHAPES", 2)
+    module = module_of(tiny_qwen2, cuda_graphs=True, pad_rows_to=8)
+    with pytest.warns(UserWarning, match="2 shapes of packed batches are recorded, which costs time and memory"):
+        passes(module, rows_of(((8,), (16,)) * 2))
+
+
+@pytest.mark.parametrize("strategy", [DeepSpeedStrategy(), FSDPStrategy(), ModelParallelStrategy()])
+def test_strategies_that_move_weights_are_refused(strategy: Strategy) -> None:
+    with pytest.raises(
+        RecipeError, match=f"{type(strategy).__name__}: graphs are recorded for weights that keep their"
+    ):
+        cuda_graphs.check_strategy(strategy)
+    cuda_graphs.check_strategy(DDPStrategy())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cuda_graphs": True}, "each number of tokens in a packed batch; set model.pad_rows_to, e.g. to 256"),
+        ({"pad_rows_to": 256}, "pad_rows_to=256 only costs time .* set model.cuda_graphs to true"),
+        ({"cuda_graphs": True, "pad_rows_to": 0}, "pad_rows_to=0 must be a number of tokens"),
+        ({"neftune_alpha": 5.0}, "cuda_graphs with model.neftune_alpha=5.0"),
+        ({"gradient_checkpointing": True}, "cuda_graphs with model.gradient_checkpointing=True"),
+        (
+            {"peft": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
+            "PromptTuningConfig, which adds virtual tokens",
+        ),
+    ],
+)
+def test_options_that_do_not_go_with_graphs_are_refused(options: dict[str, Any], said: str, model_folder: str) -> None:
+    both = {} if {"cuda_graphs", "pad_rows_to"} & options.keys() else {"cuda_graphs": True, "pad_rows_to": 256}
+    with pytest.raises(RecipeError, match=said):
+        CausalLM(model_folder, **both, **options)
+
+
+def test_other_attention_is_refused(tmp_path: Path, model_folder: str) -> None:
+    options: dict[str, Any] = {"cuda_graphs": True, "pad_rows_to": 256}
+    with pytest.raises(RecipeError, match="attention by sdpa: graphs are recorded of packed attention alone"):
+        CausalLM(model_folder, attn_implementation="sdpa", **options)
+    with pytest.raises(RecipeError, match="attention by eager: graphs are recorded of packed attention alone"):
+        module_of(save_model("gemma2", tmp_path), **options)
+
+
+def test_a_device_without_graphs_computes_as_ever(tiny_qwen2: str, caplog: pytest.LogCaptureFixture) -> None:
+    module = module_of(tiny_qwen2, cuda_graphs=True, pad_rows_to=32)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        found = passes(module, rows_of(((7, 20),) * 2))
+    assert "nothing to record on this device (cpu)" in caplog.text
+    wanted = passes(module_of(tiny_qwen2), rows_of(((7, 20),) * 2))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -123,11 +123,6 @@ class ParallelDims:
                 "packed batch, which pipeline, tensor, context and expert parallelism split over ranks; leave it "
                 "out, or take lit_ft.strategies.FSDPStrategy"
             )
-        if spec is not None and spec.pad_rows_to is not None and sizes.data < math.prod(sizes):
-            raise RecipeError(
-                f"model.pad_rows_to={spec.pad_rows_to} pads whole packed batches, which pipeline, tensor and context "
-                "parallelism split over ranks; leave it out"
-            )
         if sizes.context > 1:
             _check_context(sizes.context, module, base)
         if sizes.pipeline > 1:

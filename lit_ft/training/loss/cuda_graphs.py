@@ -7,7 +7,7 @@ all later ones are replayed. Graphs share their memory, since the backward pass 
 A graph repeats what it recorded: shapes and numbers of the host are its own, tensors may change their values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.attention.segments import Segments
 from lit_ft.model.isolation import lengths
 
@@ -26,6 +27,52 @@ Layers = Callable[[Tensor, Tensor, Segments], Tensor]
 
 MANY_SHAPES = 64
 """Recorded shapes that are warned of."""
+
+
+def check(cuda_graphs: bool, pad_rows_to: int | None, excluded: Mapping[str, object]) -> None:
+    """Refuse batches of any length, and options that a graph cannot repeat.
+
+    Args:
+        cuda_graphs: whether graphs are asked for.
+        pad_rows_to: number that the tokens of a packed batch are a multiple of; None pads none.
+        excluded: options by name that do not go with graphs, where their values are set.
+
+    Raises:
+        RecipeError: two of the options do not go together.
+    """
+    if pad_rows_to is not None and pad_rows_to < 1:
+        raise RecipeError(f"model.pad_rows_to={pad_rows_to} must be a number of tokens, e.g. 256; null pads nothing")
+    if pad_rows_to is not None and not cuda_graphs:
+        raise RecipeError(
+            f"model.pad_rows_to={pad_rows_to} only costs time without CUDA graphs; set model.cuda_graphs to true, or "
+            "leave it out"
+        )
+    if not cuda_graphs:
+        return
+    if pad_rows_to is None:
+        raise RecipeError(
+            "model.cuda_graphs records graphs for each number of tokens in a packed batch; set model.pad_rows_to, "
+            "e.g. to 256, so that there are few"
+        )
+    for name, value in excluded.items():
+        if value not in (None, False):
+            raise RecipeError(
+                f"model.cuda_graphs with model.{name}={value}, in which the host takes part for each batch; leave one "
+                "of them out"
+            )
+
+
+def check_attention(implementation: str) -> None:
+    """Refuse attention functions of transformers, which are called sample by sample or build masks on the host.
+
+    Raises:
+        RecipeError: attention is not the packed one.
+    """
+    if implementation != PACKED:
+        raise RecipeError(
+            f"model.cuda_graphs with attention by {implementation}: graphs are recorded of packed attention alone; set "
+            "model.cuda_graphs to false, or leave model.attn_implementation at auto where the architecture allows it"
+        )
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -52,6 +99,7 @@ class DecoderGraphs:
             model: model whose parameters that train get gradients.
         """
         self._layers, self._model = layers, model
+        self._parameters: list[nn.Parameter] = []
         self._recorded: dict[tuple[int, ...], _Recorded | None] = {}
         self._trained: list[nn.Parameter] = []
         self._pool: Any = None
@@ -68,7 +116,8 @@ class DecoderGraphs:
                 self._has_warned = True
                 rank_zero_info(f"model.cuda_graphs: there is nothing to record on this device ({ids.device.type})")
             return self._layers(ids, positions, segments)
-        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._parameters = self._parameters or [*self._model.parameters()]
+        trained = [p for p in self._parameters if p.requires_grad]
         if not _same(trained, self._trained):
             self._recorded, self._trained = {}, trained
         assert segments.ends is not None, "a batch that is padded has boundaries"

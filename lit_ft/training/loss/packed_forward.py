@@ -113,8 +113,6 @@ class PackedForward:
         if self.model.training:
             self.computed_tokens += computed
             self.padding_tokens += computed - tokens
-        # Each micro-batch may take the memory of the one before, whose backward pass is over.
-        torch.compiler.cudagraph_mark_step_begin()
         return padded
 
     def take_padding_share(self) -> float | None:
