@@ -1,4 +1,4 @@
-"""Layers as CUDA graphs. A CPU has none: what a graph would repeat is computed again, from the same tensors."""
+"""Layers as CUDA graphs. A CPU has none: there operators are recorded and repeated, each from the same tensors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +11,9 @@ from architectures import save_model
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from peft import LoraConfig, PromptTuningConfig
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tuning_methods import METHODS
 
 from lit_ft import CausalLM, RecipeError
 from lit_ft.packed_batch import PackedBatch, pack_samples
@@ -21,18 +24,37 @@ ROWS = ((7, 20), (5, 6, 12), (30,), (9, 9, 9), (40, 3), (2, 3, 4))
 """Lengths of the samples of each row; with a multiple of 32 they are two shapes."""
 
 
-def recompute(compute: Callable[[], Any], _: object) -> tuple[Any, Callable[[], None]]:
-    """In place of a graph: the function itself, whose results are copied to where the first ones are."""
-    first = compute()
+class Operators(TorchDispatchMode):
+    """Context manager that records the operators that run, as a graph on CUDA does, and repeats them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def repeat(self) -> None:
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            for kept, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(kept, Tensor) and kept.data_ptr() != new.data_ptr():
+                    kept.copy_(new)
+
+
+def record_operators(compute: Callable[[], Any], _: object) -> tuple[Any, Callable[[], None]]:
+    with Operators() as operators:
+        result = compute()
 
     def replay() -> None:
-        with torch.enable_grad():
-            again = compute()
-        pairs = [(first, again)] if isinstance(first, Tensor) else [(first[name], again[name]) for name in first]
-        for kept, new in pairs:
-            kept.copy_(new)
+        with torch.no_grad():
+            operators.repeat()
 
-    return first, replay
+    return result, replay
 
 
 @pytest.fixture
@@ -42,12 +64,15 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     def record(compute: Callable[[], Any], pool: object) -> tuple[Any, Callable[[], None]]:
         made.append(compute)
-        return recompute(compute, pool)
+        return record_operators(compute, pool)
 
     monkeypatch.setattr(cuda_graphs, "record", record)
     monkeypatch.setattr(cuda_graphs, "can_record", lambda _: True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     return made
+
+
+GRAPHS: dict[str, Any] = {"cuda_graphs": True, "pad_rows_to": 32}
 
 
 def rows_of(lengths: tuple[tuple[int, ...], ...] = ROWS) -> list[PackedBatch]:
@@ -91,15 +116,66 @@ def test_replayed_passes_give_the_same_numbers(
 ) -> None:
     peft = lora() if with_lora else None
     plain = module_of(tiny_qwen2, peft=peft)
-    recorded = module_of(tiny_qwen2, peft=peft, cuda_graphs=True, pad_rows_to=32)
+    recorded = module_of(tiny_qwen2, peft=peft, **GRAPHS)
     wanted, found = passes(plain, rows_of(), accumulate), passes(recorded, rows_of(), accumulate)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
     assert len(recordings) == 2  # rows of 32 tokens came five times, a row of 64 once
 
 
+ELSEWHERE = (
+    {"CorDA", "LoRA-GA", "EVA"}  # read training data, and are LoRA then
+    | {"prompt tuning", "P-tuning", "prefix tuning"}  # refused
+    | {"VB-LoRA"}  # refused, see below
+    | {"PVeRA"}  # draws numbers for padding too
+    | {
+        "LoHa",
+        "LoKr",
+        "SHiRA",
+    }  # read a scalar of the host's memory, or sparse tensors, which cannot be told apart here
+)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ELSEWHERE])
+def test_each_tuning_method_is_recorded_with_weights_that_change(
+    method: str, tiny_qwen2: str, recordings: list[object]
+) -> None:
+    """What a method keeps from the weights of a step, in a cache of the host's, would be that of the recorded one."""
+
+    def stepped(**options: Any) -> list[Tensor]:
+        module, draw, found = module_of(tiny_qwen2, peft=METHODS[method], **options), torch.Generator(), []
+        for row in rows_of(((7, 20), (5, 6, 12), (9, 9, 9))):
+            with torch.no_grad():
+                for weight in module.trainable_parameters().values():
+                    weight += 0.02 * torch.randn(weight.shape, generator=draw)
+            found += passes(module, [row])
+        return found
+
+    for one, other in zip(stepped(**GRAPHS), stepped(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6 * float(other.abs().max()))
+    assert len(recordings) == 2
+
+
+def test_what_reads_values_on_the_host_is_refused(tiny_qwen2: str, recordings: list[object]) -> None:
+    """VB-LoRA looks into its weights in each forward pass."""
+    module = module_of(tiny_qwen2, peft=METHODS["VB-LoRA"], **GRAPHS)
+    with pytest.raises(RecipeError, match=r"do what a CUDA graph cannot repeat \(operation not permitted .* to false"):
+        passes(module, rows_of(((7, 20),) * 2))
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_sinks_experts_and_latent_attention_are_recorded(
+    architecture: str, tmp_path: Path, recordings: list[object]
+) -> None:
+    folder, rows = save_model(architecture, tmp_path), rows_of(((7, 20), (5, 6, 12), (9, 9, 9)))
+    found = passes(module_of(folder, **GRAPHS), rows)
+    for one, other in zip(found, passes(module_of(folder), rows), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+    assert len(recordings) == 2
+
+
 def test_weights_that_begin_to_train_are_recorded_anew(tiny_qwen2: str, recordings: list[object]) -> None:
-    plain, recorded = (module_of(tiny_qwen2, **options) for options in ({}, {"cuda_graphs": True, "pad_rows_to": 32}))
+    plain, recorded = module_of(tiny_qwen2), module_of(tiny_qwen2, **GRAPHS)
     rows = rows_of(((7, 20),) * 3)
     for is_trained in (False, True):
         for module in (plain, recorded):
@@ -110,8 +186,31 @@ def test_weights_that_begin_to_train_are_recorded_anew(tiny_qwen2: str, recordin
     assert len(recordings) == 4
 
 
+def test_weights_that_move_are_recorded_anew(tiny_qwen2: str, recordings: list[object]) -> None:
+    plain, recorded = module_of(tiny_qwen2), module_of(tiny_qwen2, **GRAPHS)
+    for _ in range(2):
+        for module in (plain, recorded):
+            weight = module.model.get_input_embeddings().weight
+            weight.data = 2 * weight.data
+        for one, other in zip(
+            passes(recorded, rows_of(((7, 20),) * 3)), passes(plain, rows_of(((7, 20),) * 3)), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+    assert len(recordings) == 4
+
+
+def test_a_backward_pass_whose_activations_are_gone_is_refused(tiny_qwen2: str, recordings: list[object]) -> None:
+    module, (row,) = module_of(tiny_qwen2, **GRAPHS), rows_of(((7, 20),))
+    passes(module, [row, row])
+    first, second = module(row).loss_sum, module(row).loss_sum
+    second.backward(retain_graph=True)
+    for late in (first, second):
+        with pytest.raises(RecipeError, match="memory of this batch's activations was taken by a later pass"):
+            late.backward()
+
+
 def test_validation_is_not_recorded(tiny_qwen2: str, recordings: list[object]) -> None:
-    module = module_of(tiny_qwen2, cuda_graphs=True, pad_rows_to=32).eval()
+    module = module_of(tiny_qwen2, **GRAPHS).eval()
     with torch.no_grad():
         losses = [float(module(row).loss_sum) for row in rows_of(((7, 20),) * 3)]
     assert all(loss > 0 for loss in losses)
@@ -122,7 +221,7 @@ def test_validation_is_not_recorded(tiny_qwen2: str, recordings: list[object]) -
 def test_parts_that_are_computed_sample_by_sample_are_refused(
     architecture: str, tmp_path: Path, recordings: list[object]
 ) -> None:
-    options: dict[str, Any] = {"cuda_graphs": True, "pad_rows_to": 32}
+    options = {**GRAPHS}
     if architecture == "qwen2":  # frequencies that depend on the length of a sample
         options["config_overrides"] = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
     module = module_of(save_model(architecture, tmp_path), **options)
@@ -164,21 +263,19 @@ def test_strategies_that_move_weights_are_refused(strategy: Strategy) -> None:
     ],
 )
 def test_options_that_do_not_go_with_graphs_are_refused(options: dict[str, Any], said: str, model_folder: str) -> None:
-    both = {} if {"cuda_graphs", "pad_rows_to"} & options.keys() else {"cuda_graphs": True, "pad_rows_to": 256}
     with pytest.raises(RecipeError, match=said):
-        CausalLM(model_folder, **both, **options)
+        CausalLM(model_folder, **({} if GRAPHS.keys() & options.keys() else GRAPHS), **options)
 
 
 def test_other_attention_is_refused(tmp_path: Path, model_folder: str) -> None:
-    options: dict[str, Any] = {"cuda_graphs": True, "pad_rows_to": 256}
     with pytest.raises(RecipeError, match="attention by sdpa: graphs are recorded of packed attention alone"):
-        CausalLM(model_folder, attn_implementation="sdpa", **options)
+        CausalLM(model_folder, attn_implementation="sdpa", **GRAPHS)
     with pytest.raises(RecipeError, match="attention by eager: graphs are recorded of packed attention alone"):
-        module_of(save_model("gemma2", tmp_path), **options)
+        module_of(save_model("gemma2", tmp_path), **GRAPHS)
 
 
 def test_a_device_without_graphs_computes_as_ever(tiny_qwen2: str, caplog: pytest.LogCaptureFixture) -> None:
-    module = module_of(tiny_qwen2, cuda_graphs=True, pad_rows_to=32)
+    module = module_of(tiny_qwen2, **GRAPHS)
     with caplog.at_level("INFO", "lightning.pytorch"):
         found = passes(module, rows_of(((7, 20),) * 2))
     assert "nothing to record on this device (cpu)" in caplog.text

@@ -100,10 +100,14 @@ class DecoderGraphs:
         """
         self._layers, self._model = layers, model
         self._parameters: list[nn.Parameter] = []
-        self._recorded: dict[tuple[int, ...], _Recorded | None] = {}
+        self._weights: list[tuple[int, bool]] = []
+        """Place in memory of each parameter, and whether it trains."""
         self._trained: list[nn.Parameter] = []
+        self._recorded: dict[tuple[int, ...], _Recorded | None] = {}
         self._pool: Any = None
         self._has_warned = False
+        self.passes = 0
+        """Recorded passes that were replayed, forward and backward ones."""
 
     def __call__(self, ids: Tensor, positions: Tensor, segments: Segments) -> Tensor:
         """Hidden states ``(1, T, H)``; with gradients where autograd is on.
@@ -117,9 +121,9 @@ class DecoderGraphs:
                 rank_zero_info(f"model.cuda_graphs: there is nothing to record on this device ({ids.device.type})")
             return self._layers(ids, positions, segments)
         self._parameters = self._parameters or [*self._model.parameters()]
-        trained = [p for p in self._parameters if p.requires_grad]
-        if not _same(trained, self._trained):
-            self._recorded, self._trained = {}, trained
+        if (weights := [(p.data_ptr(), p.requires_grad) for p in self._parameters]) != self._weights:
+            self._weights, self._recorded = weights, {}
+            self._trained = [p for p in self._parameters if p.requires_grad]
         assert segments.ends is not None, "a batch that is padded has boundaries"
         shape = ids.shape[1], len(segments.ends), segments.longest
         if shape not in self._recorded:
@@ -128,7 +132,7 @@ class DecoderGraphs:
         recorded = self._recorded[shape]
         if recorded is None:
             recorded = self._recorded[shape] = self._record(ids, positions, segments)
-        return _Replay.apply(recorded, ids, positions, segments.ends, *trained)
+        return _Replay.apply(self, recorded, ids, positions, segments.ends, *self._trained)
 
     def _record(self, ids: Tensor, positions: Tensor, segments: Segments) -> "_Recorded":
         if self._pool is None:
@@ -148,10 +152,6 @@ class DecoderGraphs:
 def can_record(device: torch.device) -> bool:
     """Whether a device has graphs that repeat what was queued on it."""
     return device.type == "cuda"
-
-
-def _same(ones: Sequence[object], others: Sequence[object]) -> bool:
-    return len(ones) == len(others) and all(one is other for one, other in zip(ones, others, strict=True))
 
 
 class _Recorded:
@@ -174,6 +174,8 @@ class _Recorded:
                 self.hidden, self.forward = record(self._compute, pool)
                 self.grad_hidden = torch.zeros_like(self.hidden)
                 self._gradients, self.backward = record(self._compute_gradients, pool)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, NotImplementedError) as error:
             raise RecipeError(
                 "model.cuda_graphs: this model's layers do what a CUDA graph cannot repeat "
@@ -218,16 +220,25 @@ class _Replay(torch.autograd.Function):
     """Hidden states of a batch from a recorded forward pass, and gradients from the recorded backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, recorded: _Recorded, ids: Tensor, positions: Tensor, ends: Tensor, *_: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, graphs: DecoderGraphs, recorded: _Recorded, ids: Tensor, positions: Tensor, ends: Tensor, *_: Tensor
+    ) -> Tensor:
         for own, given in zip(recorded.inputs, (ids, positions, ends), strict=True):
             own.copy_(given)
         recorded.forward()
-        ctx.recorded = recorded
+        graphs.passes += 1
+        ctx.graphs, ctx.recorded, ctx.number = graphs, recorded, graphs.passes
         return recorded.hidden.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.number != ctx.graphs.passes:
+            raise RecipeError(
+                "model.cuda_graphs: the memory of this batch's activations was taken by a later pass; compute the "
+                "backward pass of a batch once, before the next batch, or set model.cuda_graphs to false"
+            )
         ctx.recorded.grad_hidden.copy_(grad)
         ctx.recorded.backward()
-        return None, None, None, None, *ctx.recorded.gradients()
+        ctx.graphs.passes += 1
+        return None, None, None, None, None, *ctx.recorded.gradients()
