@@ -105,7 +105,8 @@ def times_of(events: Any, sizes: set[int], rank: int, device: str) -> Times:
     kernels = 0
     for event in events:
         if event.device_type != DeviceType.CPU:  # a kernel, which the operator that launched it has as its own time
-            kernels += event.self_device_time_total
+            # A region of compiled code is an event too, beside the kernels in it.
+            kernels += 0 if event.is_user_annotation else event.self_device_time_total
             continue
         microseconds = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
         name = event.key

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import save_model
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from one_process import numbers
 from peft import LoraConfig, PromptTuningConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,7 +154,7 @@ def test_each_tuning_method_is_recorded_with_weights_that_change(
         for row in rows_of(((7, 20), (5, 6, 12), (9, 9, 9))):
             with torch.no_grad():
                 for weight in module.trainable_parameters().values():
-                    weight += 0.02 * torch.randn(weight.shape, generator=draw)
+                    weight.add_(0.02 * torch.randn(weight.shape, generator=draw))
             found += passes(module, [row])
         return found
 
@@ -211,6 +212,20 @@ def test_a_backward_pass_whose_activations_are_gone_is_refused(tiny_qwen2: str, 
     for late in (first, second):
         with pytest.raises(RecipeError, match="memory of this batch's activations was taken by a later pass"):
             late.backward()
+
+
+def test_a_fit_replays_its_steps(
+    make_trainer: Any, model_folder: str, write_rows: Any, recordings: list[object]
+) -> None:
+    plain = numbers(make_trainer, model_folder, write_rows(), peft=lora())
+    replayed = numbers(make_trainer, model_folder, write_rows(), peft=lora(), cuda_graphs=True, pad_rows_to=512)
+    assert plain.padding is None
+    assert replayed.padding is not None
+    assert 0 < replayed.padding < 1
+    assert replayed.losses == pytest.approx(plain.losses, rel=1e-6)
+    for ours, wanted in zip(replayed.gradients, plain.gradients, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
+    assert len(recordings) == 2
 
 
 def test_validation_is_not_recorded(tiny_qwen2: str, recordings: list[object]) -> None:
