@@ -61,8 +61,13 @@ def test_boundaries_of_few_shapes_add_empty_samples() -> None:
     assert exact.ends is not None
     assert few.ends is not None
     assert (exact.ends.tolist(), exact.longest) == ([0, 5, 7, 10], 5)
-    assert (few.ends.tolist(), few.longest) == ([0, 5, 7, 10, 10], 8)
-    assert segments_of([5, 1], cpu, has_few_shapes=True).longest == 6  # no longer than the row
+    assert (few.ends.tolist(), few.longest) == ([0, 5, 7] + [10] * 30, 10)  # no longer than the row
+    many = segments_of([2] * 33 + [600, 34], cpu, has_few_shapes=True)
+    assert many.ends is not None
+    assert (len(many.ends), many.longest) == (1 + 64, 700)
+    assert segments_of([513, 600], cpu, has_few_shapes=True).longest == 1024
+    assert segments_of([5, 1000], cpu, has_few_shapes=True).longest == 1005
+    assert segments_of([300, 1000], cpu, has_few_shapes=True).longest == 1024
     q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
     assert torch.equal(attend(q, k, v, few.ends, None, None), attend(q, k, v, exact.ends, None, None))
 
