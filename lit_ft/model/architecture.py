@@ -26,6 +26,8 @@ _CHANGED_FROM_OUTSIDE = {
     "prediction_coefs": frozenset({"gemma3n", "gemma3n_text"}),
 }
 """The same for layers whose weight it casts or clamps; an adapter on them is computed."""
+_ROUTERS = {"router": frozenset({"llama4", "llama4_text", "phimoe"})}
+"""The same for routers that are derived from ``nn.Linear``; they return more than a product (transformers 5.24)."""
 
 
 def read_from_outside(config: PretrainedConfig) -> set[str]:
@@ -37,6 +39,11 @@ def not_to_pack(config: PretrainedConfig) -> set[str]:
     """Last names of linear layers whose weight must stay a matrix."""
     changed = {name for name, kinds in _CHANGED_FROM_OUTSIDE.items() if config.model_type in kinds}
     return changed | read_from_outside(config)
+
+
+def linear_routers(config: PretrainedConfig) -> set[str]:
+    """Last names of routers that packages which quantize linear layers take for one."""
+    return {name for name, kinds in _ROUTERS.items() if config.model_type in kinds}
 
 
 @dataclass(frozen=True)

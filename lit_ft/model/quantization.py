@@ -15,7 +15,7 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
 from lit_ft.errors import RecipeError, first_line
-from lit_ft.model.architecture import not_to_pack
+from lit_ft.model.architecture import linear_routers, not_to_pack
 
 _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
 """Methods whose checkpoints are dequantized while they are read. Otherwise transformers would dequantize them in the
@@ -152,14 +152,7 @@ def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMi
     The checkpoint's config is changed in place if its quantization is set up for inference.
     """
     if quantization is not None:
-        if isinstance(quantization, BitsAndBytesConfig) and (names := not_to_pack(config)):
-            # transformers' own choice, the head, is replaced by the list.
-            names |= set(quantization.llm_int8_skip_modules or ["lm_head"])
-            quantization = copy.deepcopy(quantization)
-            quantization.llm_int8_skip_modules = sorted(names)
-            rank_zero_info(
-                f"model.quantization leaves out {', '.join(sorted(names))}, whose weights are read as matrices"
-            )
+        quantization = _with_exceptions(quantization, config)
         return {"quantization_config": quantization, "device_map": _device_map(method_of(quantization))}
     if (stored := _stored(config)) is None:
         return {}
@@ -170,6 +163,23 @@ def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMi
     elif method in ("gptq", "awq"):
         config.quantization_config = {**stored, "backend": "auto_trainable"}  # the others have no backward pass
     return {"device_map": _device_map(method)}
+
+
+def _with_exceptions(quantization: QuantizationConfigMixin, config: PretrainedConfig) -> QuantizationConfigMixin:
+    """The quantization without layers that have to stay dense; a copy if there are any."""
+    if isinstance(quantization, BitsAndBytesConfig):  # leaves classes derived from nn.Linear dense itself
+        option, names, reason = "llm_int8_skip_modules", not_to_pack(config), "whose weights are read as matrices"
+        patterns = names
+    else:
+        option, names, reason = "modules_to_not_convert", linear_routers(config), "which returns more than a product"
+        patterns = {rf".*\.{name}" for name in names}  # torchao compares with names of weights, quanto of layers
+    if not names or not hasattr(quantization, option):
+        return quantization
+    given = set(getattr(quantization, option) or ["lm_head"])  # transformers' own choice is replaced by the list
+    rank_zero_info(f"model.quantization leaves out {', '.join(sorted(names))}, {reason}")
+    quantization = copy.deepcopy(quantization)
+    setattr(quantization, option, sorted(given | patterns))
+    return quantization
 
 
 def _device_map(method: str) -> dict[str, object]:

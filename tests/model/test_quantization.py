@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     GPTQConfig,
+    Llama4TextConfig,
     QuantoConfig,
 )
 
@@ -27,7 +28,7 @@ from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import trainable_shapes
 from lit_ft.cli import main
-from lit_ft.model.quantization import check_gradient
+from lit_ft.model.quantization import check_gradient, reading_options
 from lit_ft.packed_batch import PackedBatch, pack_samples
 
 pytestmark = pytest.mark.slow
@@ -356,16 +357,29 @@ def test_weights_that_a_model_reads_are_not_packed(
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
 
 
-def test_a_router_that_stays_dense_is_not_checked_as_a_quantized_layer(tmp_path: Path) -> None:
-    """Llama 4's is a linear layer that returns two results."""
+@pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao float8", "quanto int8"])
+def test_a_router_that_is_a_linear_layer_stays_dense(scheme: str, tmp_path: Path) -> None:
+    """Llama 4's returns two results."""
+    need(scheme)
     module = CausalLM(
         save_model("llama4_text", tmp_path),
-        quantization=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        quantization=REQUESTED[scheme](),
         peft=LoraConfig(target_modules="all-linear"),
     )
     module.configure_model()
     layer = module.base_model.model.layers[0]
     assert type(layer.feed_forward.router.weight) is nn.Parameter
-    assert layer.self_attn.q_proj.base_layer.weight.dtype == torch.uint8
+    assert type(layer.feed_forward.router).__name__ == "Llama4Router"
+    assert type(module.base_model.lm_head.weight) is nn.Parameter
+    projection = layer.self_attn.q_proj.base_layer
+    assert type(projection) is not nn.Linear or type(projection.weight) is not nn.Parameter
     ids = np.arange(3, 40)
     module(pack_samples([(ids, ids)] * 2)).loss_sum.backward()
+
+
+def test_quanto_leaves_a_router_to_the_model() -> None:
+    """It would take the place of Llama 4's, and of what it computes."""
+    quantization = QuantoConfig(weights="int8")
+    read = reading_options(Llama4TextConfig(), quantization)["quantization_config"]
+    assert read.modules_to_not_convert == [r".*\.router", "lm_head"]
+    assert quantization.modules_to_not_convert is None
