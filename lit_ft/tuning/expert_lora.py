@@ -36,9 +36,15 @@ def wrapped_parameters(layer: nn.Module) -> Iterator[ParamWrapper]:
 
 def bytes_of_sums(model: nn.Module, is_fused: bool) -> int:
     """Bytes of the experts that PEFT makes anew in a forward pass: all, or those ``FusedExperts`` cannot do."""
-    by_peft = [outer for outer in outer_wrappers(model) if not is_fused or obstacle(outer) is not None]
+    outer_ones = outer_wrappers(model)
+    by_peft = [outer for outer in outer_ones if not is_fused or not (is_of_linear(outer) or obstacle(outer) is None)]
     sums = [layer.get_param() for outer in by_peft for layer in wrapped_parameters(outer)]
     return sum(weight.numel() * weight.element_size() for weight in sums)
+
+
+def is_of_linear(outer: ParamWrapper) -> bool:
+    """Whether a wrapper is that of a linear layer's weight, which is LoRA on the layer."""
+    return type(outer.base_layer) is nn.Linear and outer.parameter_name == "weight"
 
 
 class FusedExperts(ParamWrapper):

@@ -48,11 +48,14 @@ def fuse(model: nn.Module, keeps_products: bool = False) -> None:
             continue
         layer.__class__ = fused_classes()[type(layer)]
         layer.keeps_products, layer.reported = keeps_products, reported
-    for experts in expert_lora.outer_wrappers(model):
-        if reason := expert_lora.obstacle(experts):
+    for outer in expert_lora.outer_wrappers(model):
+        if expert_lora.is_of_linear(outer):
+            outer.__class__ = FusedWeight
+            outer.keeps_products, outer.reported = keeps_products, reported
+        elif reason := expert_lora.obstacle(outer):
             left[reason] += 1
         else:
-            experts.__class__ = expert_lora.FusedExperts
+            outer.__class__ = expert_lora.FusedExperts
     for reason, count in left.items():
         rank_zero_info(f"model.fused_lora: PEFT computes {count} LoRA layers itself ({reason})")
 
@@ -141,6 +144,10 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 
 class FusedLinear(Fused, lora.Linear):
     """Fused LoRA linear layer on dense weights."""
+
+
+class FusedWeight(Fused, lora.ParamWrapper):
+    """Fused LoRA on the weight of a linear layer, to which PEFT adds a product of its size in each forward pass."""
 
 
 @cache

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from ranks import LiveRanks
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -23,7 +24,7 @@ from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import checkpointing
 from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lit_ft.tuning.fused_lora import FusedLinear, fuse
+from lit_ft.tuning.fused_lora import Fused, FusedLinear, fuse
 
 IN_EVERY_CASE = pytest.mark.skipif(not EVERY_CASE, reason="25 s of a C++ compiler; LIT_FT_EVERY_CASE=1 runs it")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -32,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rsLoRA": {"use_rslora": True},
     "bias of B": {"lora_bias": True},
     "bias of the base": {"bias": "all"},
+    "weights as parameters": {"target_parameters": ["up.weight", "down.weight"]},
 }
 
 
@@ -48,14 +50,14 @@ class Net(nn.Module):
 
 def lora_net(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(0)
-    targets = ["up"] if options.get("lora_bias") else ["up", "down"]
+    targets = ["up"] if options.get("lora_bias") else [] if "target_parameters" in options else ["up", "down"]
     return get_peft_model(Net().to(dtype), LoraConfig(r=6, target_modules=targets, init_lora_weights=False, **options))
 
 
 def fused(model: Any, **options: Any) -> Any:
     model = copy.deepcopy(model)
     fuse(model, **options)
-    assert any(isinstance(layer, FusedLinear) for layer in model.modules())
+    assert all(isinstance(layer, Fused) for layer in model.modules() if isinstance(layer, LoraLayer))
     return model
 
 
