@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 import torch
 from architectures import save_model
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from one_process import numbers
+from one_process import Numbers, numbers
 from peft import LoraConfig, PromptTuningConfig
+from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from tuning_methods import METHODS
 
-from lit_ft import CausalLM, RecipeError
+from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.training.loss import cuda_graphs
@@ -226,6 +228,42 @@ def test_a_fit_replays_its_steps(
     for ours, wanted in zip(replayed.gradients, plain.gradients, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
     assert len(recordings) == 2
+
+
+def under_ddp(folder: str, rows: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+    """Losses and gradients of a fit of two ranks."""
+    found, is_recorded = Numbers(), bool(options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "record", record_operators)
+        patch.setattr(cuda_graphs, "can_record", lambda _: is_recorded)
+        patch.setattr(torch.cuda, "graph_pool_handle", object)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_steps=3,
+            accumulate_grad_batches=2,
+            callbacks=[found],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        module = CausalLM(folder, peft=lora(), **options)
+        trainer.fit(module, TextDataModule(rows, micro_batch_size=2, shuffle=False))
+    assert module._packed.graphs is None or module._packed.graphs.passes >= 4
+    return found.losses, found.gradients
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_ranks_of_ddp_reduce_the_gradients_of_replays(model_folder: str, write_rows: Any) -> None:
+    rows = write_rows()
+    padded = {**GRAPHS, "pad_rows_to": 256}
+    plain, replayed = (on_ranks(2, under_ddp, model_folder, rows, options) for options in ({}, padded))
+    for ours, wanted in zip(replayed, plain, strict=True):
+        assert ours[0] == pytest.approx(wanted[0], rel=1e-6)
+        for one, other in zip(ours[1], wanted[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_validation_is_not_recorded(tiny_qwen2: str, recordings: list[object]) -> None:
