@@ -316,7 +316,10 @@ def _report(error: Exception) -> NoReturn:
         _fail(f"{rank}error: {line if isinstance(error, RecipeError) else line[:_LONGEST_OF_LIGHTNING]}", 2)
     if (blamed := explain_distributed_error(error)) is not None:
         _fail(f"{rank}{blamed}", 1)
-    message = f"{rank}failed: {type(error).__name__}: {_in_one_line(error) or 'no message'}"
+    line = _in_one_line(error) or "no message"
+    if len(line) > _LONGEST_UNEXPECTED:  # a compiler's whole output
+        line = f"{line[:_LONGEST_UNEXPECTED]}... ({len(line):,} characters)"
+    message = f"{rank}failed: {type(error).__name__}: {line}"
     # With several ranks, print the traceback at once: such a run is expensive to repeat.
     _fail(f"{message}\n{traceback.format_exc()}" if rank else f"{message} (--debug shows where)", 1)
 
@@ -333,6 +336,8 @@ def _how_to_resume(checkpoint: Path) -> str:
 
 _LONGEST_OF_LIGHTNING = 600
 """Maximum characters of an error message of Lightning."""
+_LONGEST_UNEXPECTED = 2000
+"""Maximum characters of the message of an error that no check foresaw; ``--debug`` prints all of them."""
 
 
 def _in_one_line(error: Exception) -> str:

@@ -465,3 +465,12 @@ def test_a_job_that_was_stopped_is_resumed_as_its_script_does(
     with pytest.raises(SystemExit, match="143"):
         cli._report(StopRequested(signal.SIGTERM, str(tmp_path / "checkpoints" / "last.ckpt")))
     assert f"with the same command and --run_dir {tmp_path} --resume auto\n" in capsys.readouterr().err
+
+
+def test_the_output_of_a_compiler_is_cut(capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        cli._report(RuntimeError("C++ compile error\n" + "warning: unused\n" * 10_000))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lit_ft: failed: RuntimeError: C++ compile error warning: unused")
+    assert line.endswith("... (160,017 characters) (--debug shows where)")
+    assert len(line) < 2100
