@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lit_ft import process
 from lit_ft.errors import RecipeError
 from lit_ft.internals import liger_kernel
-from lit_ft.internals.transformers import attention_implementation, enable_checkpointing, weights_in_float32
+from lit_ft.internals.transformers import enable_checkpointing, weights_in_float32
 from lit_ft.model import compiled_layers, liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
@@ -159,8 +159,6 @@ class TrainingSpec:
         if self.gradient_checkpointing:
             self._check_checkpointing(base)
             enable_checkpointing(base, activation_checkpointing.options(self.gradient_checkpointing))
-        if self.cuda_graphs:
-            cuda_graphs.check_attention(attention_implementation(base.config))
         if self.router_aux_loss is None:
             router_loss.say_what_is_left_out(base)
         rotary_embedding.keep_samples_apart(base)

@@ -10,19 +10,9 @@ _lengths: ContextVar[Sequence[int] | None] = ContextVar("_lengths", default=())
 
 
 @contextmanager
-def samples_of(lengths: Sequence[int]) -> Iterator[None]:
-    """Context that sets the lengths of the samples in a packed batch."""
+def samples_of(lengths: Sequence[int] | None) -> Iterator[None]:
+    """Context that sets the lengths of the samples in a packed batch; None refuses who asks for them."""
     token = _lengths.set(lengths)
-    try:
-        yield
-    finally:
-        _lengths.reset(token)
-
-
-@contextmanager
-def unknown() -> Iterator[None]:
-    """Context in which a part of a model that asks for the lengths is refused: it would keep those of one batch."""
-    token = _lengths.set(None)
     try:
         yield
     finally:
@@ -33,7 +23,7 @@ def current() -> Sequence[int]:
     """Lengths of the samples; empty outside of a packed batch.
 
     Raises:
-        RecipeError: they are of no single batch (``unknown``).
+        RecipeError: they are refused.
     """
     lengths = _lengths.get()
     if lengths is None:

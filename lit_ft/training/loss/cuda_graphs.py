@@ -17,10 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, first_line
 from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.attention.segments import Segments
-from lit_ft.model.isolation import lengths
+from lit_ft.model.isolation.lengths import samples_of
 
 Layers = Callable[[Tensor, Tensor, Segments], Tensor]
 """Hidden states ``(1, T, H)`` of token ids and positions ``(1, T)``."""
@@ -170,7 +170,7 @@ class _Recorded:
         if torch.is_autocast_enabled(device):
             cast = torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)  # type: ignore[assignment]
         try:
-            with cast, lengths.unknown():
+            with cast, samples_of(None):
                 self.hidden, self.forward = record(self._compute, pool)
                 self.grad_hidden = torch.zeros_like(self.hidden)
                 self._gradients, self.backward = record(self._compute_gradients, pool)
@@ -179,7 +179,7 @@ class _Recorded:
         except (RuntimeError, NotImplementedError) as error:
             raise RecipeError(
                 "model.cuda_graphs: this model's layers do what a CUDA graph cannot repeat "
-                f"({str(error).strip().splitlines()[0]}); set model.cuda_graphs to false"
+                f"({first_line(error)}); set model.cuda_graphs to false"
             ) from error
 
     def _compute(self) -> Tensor:

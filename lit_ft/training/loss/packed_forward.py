@@ -19,7 +19,7 @@ from lit_ft.model.isolation import lengths as current_lengths
 from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, pad_to_multiple
 from lit_ft.training.loss import router_loss
-from lit_ft.training.loss.cuda_graphs import DecoderGraphs
+from lit_ft.training.loss.cuda_graphs import DecoderGraphs, check_attention
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.tuning import prompt_learning
@@ -58,7 +58,10 @@ class PackedForward:
         self.computed_tokens, self.padding_tokens = 0, 0
         self.takes_boundaries = bool(compiled) or cuda_graphs
         """Whether layers are given the boundaries of samples as a tensor, not the list of their lengths."""
-        self.graphs = DecoderGraphs(self._layers, model) if cuda_graphs else None
+        self.graphs: DecoderGraphs | None = None
+        if cuda_graphs:
+            check_attention(attention_implementation(self.base.config))
+            self.graphs = DecoderGraphs(self._layers, model)
 
     def __call__(self, batch: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions over the batch's supervised tokens."""
