@@ -1,10 +1,11 @@
 """Benchmarks for a GPU: TFLOP/s on a 7B shape, small models, long rows, quantized base models.
 
     python -m benchmarks.gpu
-    python -m benchmarks.gpu --measure small --data huanhuan.json --rounds 3 --minutes 30
+    python -m benchmarks.gpu --measure small --data huanhuan.json --all --rounds 3 --minutes 60
     python -m benchmarks.gpu --shape tiny --device cpu --measure nf4
 
 Ends within ten minutes (``--minutes``), with a row printed as soon as it is known; what there was no time for is said.
+By default it has the contestants that the targets name; ``--all`` adds lit_ft's and the peers' other settings.
 Peers run with this interpreter, or in environments of their own:
 
     python -m benchmarks.peers.environments --root ENVIRONMENTS --cuda transformers trl
@@ -86,8 +87,10 @@ class Measurement(NamedTuple):
     row_tokens: int | None
     """Tokens of each random row; None takes the rows of the data."""
     rows: int
-    keys: list[str]
-    """Keys of the contestants."""
+    keys: Sequence[str]
+    """Keys of the contestants that its target names."""
+    more: Sequence[str] = ()
+    """Keys of those that ``--all`` adds."""
     lora: dict[str, Any] = LORA
     """Arguments of ``peft.LoraConfig``."""
     micro_batch_size: int = 1
@@ -105,43 +108,6 @@ class Measurement(NamedTuple):
 
 
 MEASUREMENTS = {
-    "7b": Measurement(
-        "Qwen2.5-7B shape, LoRA r=16 on all linears, 4 rows of 4,096 tokens a step",
-        target="17,700 tokens/s, 500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
-        shape="qwen2.5-7b",
-        row_tokens=4096,
-        rows=12,
-        accumulate=4,
-        lora=LORA_ALL_LINEAR,
-        keys=["lit_ft", "lit_ft_compiled", "lit_ft_liger", "trainer_bf16", "trl_best"],
-        has_peak=True,
-    ),
-    "small": Measurement(
-        "Qwen2.5-0.5B shape on the data, 16 samples a step",
-        target="40,000 tokens/s, 4x transformers.Trainer's default",
-        shape="qwen2.5-0.5b",
-        row_tokens=None,
-        rows=1920,
-        micro_batch_size=16,
-        warm_up=60,  # CUDA graphs are recorded in them
-        keys=[
-            "lit_ft_graphs",
-            "lit_ft_compiled_graphs",
-            "lit_ft",
-            "lit_ft_compiled",
-            "trainer",
-            "trainer_best",
-            "trl_best",
-        ],
-    ),
-    "long": Measurement(
-        "Qwen2.5-0.5B shape, rows of 16,384 tokens",
-        target="under 0.5x transformers.Trainer's peak memory",
-        shape="qwen2.5-0.5b",
-        row_tokens=16_384,
-        rows=6,
-        keys=["lit_ft", "trainer_bf16"],
-    ),
     "nf4": Measurement(
         "Qwen2.5-7B shape, NF4 base beside a bf16 one, 4 rows of 4,096 tokens a step",
         target="NF4 within 1.3x of bf16's step time; 12 GiB",
@@ -151,6 +117,37 @@ MEASUREMENTS = {
         accumulate=4,
         lora=LORA_ALL_LINEAR,
         keys=["lit_ft", "lit_ft_nf4", "lit_ft_nf4_checkpointing"],
+    ),
+    "long": Measurement(
+        "Qwen2.5-0.5B shape, rows of 16,384 tokens",
+        target="under 0.5x transformers.Trainer's peak memory",
+        shape="qwen2.5-0.5b",
+        row_tokens=16_384,
+        rows=6,
+        keys=["lit_ft", "trainer_bf16"],
+    ),
+    "small": Measurement(
+        "Qwen2.5-0.5B shape on the data, 16 samples a step",
+        target="40,000 tokens/s, 4x transformers.Trainer's default",
+        shape="qwen2.5-0.5b",
+        row_tokens=None,
+        rows=1920,
+        micro_batch_size=16,
+        warm_up=60,  # CUDA graphs are recorded in them
+        keys=["lit_ft_graphs", "trainer"],
+        more=["lit_ft_compiled_graphs", "lit_ft", "lit_ft_compiled", "trainer_best", "trl_best"],
+    ),
+    "7b": Measurement(
+        "Qwen2.5-7B shape, LoRA r=16 on all linears, 4 rows of 4,096 tokens a step",
+        target="17,700 tokens/s, 500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
+        shape="qwen2.5-7b",
+        row_tokens=4096,
+        rows=12,
+        accumulate=4,
+        lora=LORA_ALL_LINEAR,
+        keys=["lit_ft_compiled", "trainer_bf16", "trl_best"],
+        more=["lit_ft_compiled_graphs", "lit_ft", "lit_ft_liger"],
+        has_peak=True,
     ),
 }
 
@@ -213,7 +210,8 @@ class Benchmark:
             *contestants(options.device, row_tokens=measurement.row_tokens or 0, attention=options.attention),
             *OWN,
         ]
-        keys = options.only.split(",") if options.only else measurement.keys
+        keys = [*measurement.keys, *measurement.more] if options.all else measurement.keys
+        keys = options.only.split(",") if options.only else keys
         self.chosen = [one for key in keys for one in everyone if one.key == key]
         self.job = Job(
             model=str(model),
@@ -298,7 +296,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", choices=MEASUREMENTS, help="one of them; by default all")
-    parser.add_argument("--only", help="keys of contestants, with commas, and no peak; by default all of a measurement")
+    parser.add_argument("--only", help="keys of contestants, with commas, and no peak; by default those of the target")
+    parser.add_argument("--all", action="store_true", help="all contestants of a measurement")
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
     parser.add_argument("--shape", choices=SHAPES, help="in place of each measurement's own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")

@@ -61,7 +61,7 @@ CHUNKED: dict[str, dict[str, Any]] = {
     },
 }
 """Models with layers that attend within chunks; the last of four layers scales attention by a token's position."""
-EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3")
 MORE_EXPERTS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {  # a dense layer, then three with experts and a shared expert

@@ -168,7 +168,6 @@ METHODS: Sequence[MethodSupport] = (
     _row(
         "target_parameters",
         dict.fromkeys(("torchao", "gptqmodel", "otherwise_quantized"), _NOT_ON_THIS_BASE),
-        tensor="multiplies whole tensors, of which a tensor-parallel rank has a part",
         combined=_NOT_COMBINED,
     ),
     _row("trainable_token_indices", _TOKENS),

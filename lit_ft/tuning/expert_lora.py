@@ -34,6 +34,11 @@ def wrapped_parameters(layer: nn.Module) -> Iterator[ParamWrapper]:
         layer = layer.base_layer
 
 
+def holder(experts: nn.Module) -> nn.Module:
+    """Module that holds the experts' weights: inside PEFT's wrappers where they have LoRA."""
+    return experts.get_base_layer() if isinstance(experts, ParamWrapper) else experts
+
+
 def bytes_of_sums(model: nn.Module, is_fused: bool) -> int:
     """Bytes of the experts that PEFT makes anew in a forward pass: all, or those ``FusedExperts`` cannot do."""
     outer_ones = outer_wrappers(model)
@@ -99,6 +104,15 @@ class FusedExperts(ParamWrapper):
         missing = -a_ERI.shape[1] % (16 // weight.element_size())  # kernels for groups want rows of whole 16 bytes
         a_ERI, b_EOR = nn.functional.pad(a_ERI, (0, 0, 0, missing)), nn.functional.pad(b_EOR, (0, missing))
         return a_ERI.to(weight.dtype), b_EOR.to(weight.dtype).contiguous()
+
+
+def use_own_experts(outer: nn.Module, first: int) -> FusedExperts:
+    """Let LoRA on experts, of which a rank holds a part, compute those; ``first`` is the index of the first."""
+    assert isinstance(outer, ParamWrapper), "other adapters are refused before"
+    outer.__class__ = FusedExperts  # it is not yet where the model has no weights
+    assert isinstance(outer, FusedExperts)
+    outer.first_expert = first
+    return outer
 
 
 def obstacle(outer: ParamWrapper) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import ATTENTION, EXPERTS, OTHER_MIXERS, OWN, save_model
+from architectures import EXPERTS, OTHER_MIXERS, OWN, save_model
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
@@ -535,6 +535,7 @@ CELLS = [
     ("mixtral", "EP2"),
     ("gemma2", "CP2"),
     ("gpt_oss", "CP2"),
+    ("deepseek_v3", "TP2"),
 ]
 IN_EVERY_RUN: dict[tuple[str, str], str] = dict(in_turn(CELLS, WAYS))
 """Cells that every run compares, and the way to train."""
@@ -570,7 +571,7 @@ def fit_architecture(
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("architecture", [pytest.param(name, id=name) for name in (*OWN, *OTHER_MIXERS)])
+@pytest.mark.parametrize("architecture", [pytest.param(name, id=name) for name in (*OWN, *OTHER_MIXERS, "deepseek_v3")])
 def test_architectures(
     make_trainer: Any,
     write_rows: Any,
@@ -591,8 +592,9 @@ def test_architectures(
         record_cell(architecture, column, "refused")
         return
     whole = request.config.getoption("--matrix") or EVERY_CASE
-    targets = ATTENTION if architecture in EXPERTS else "all-linear"
-    runs = {"full": Run(**SHORT), "LoRA": Run({"peft": LoraConfig(r=4, target_modules=targets)}, **SHORT)}
+    of_experts = ["experts.gate_up_proj", "experts.down_proj"] if architecture in EXPERTS else None
+    lora = LoraConfig(r=4, target_modules="all-linear", target_parameters=of_experts)
+    runs = {"full": Run(**SHORT), "LoRA": Run({"peft": lora}, **SHORT)}
     for run in (runs[way] for way in (WAYS if whole else [IN_EVERY_RUN[architecture, column]])):
         steps, wanted = fit_architecture(make_trainer, folder, data, run)
         ranks = live_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout)
@@ -874,7 +876,7 @@ EXPERT_CASES = {
             *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
             *("--model.peft.init_args.target_modules=[gate]", "--model.peft.init_args.r=2"),
         ],
-        "target_parameters.* multiplies whole tensors, of which a tensor-parallel rank has a part",
+        "gate: under tensor parallelism LoRA on a parameter of MixtralTopKRouter multiplies whole tensors",
     ),
     "experts in full": (
         [
@@ -888,7 +890,14 @@ EXPERT_CASES = {
             *("--trainer.devices=2", f"{S}expert_parallel_size=2", "--model.peft=peft.LoraConfig"),
             *("--model.peft.init_args.target_parameters=[mlp.experts.down_proj]", "--model.fused_lora=false"),
         ],
-        "expert_parallel_size=2 with model.fused_lora=false: PEFT adds LoRA to whole expert tensors",
+        "expert_parallel_size=2 without model.fused_lora: PEFT adds LoRA to whole tensors",
+    ),
+    "by PEFT, tensor": (
+        [
+            *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            *("--model.peft.init_args.target_parameters=[mlp.experts.down_proj]", "--model.fused_lora=false"),
+        ],
+        "tensor_parallel_size=2 without model.fused_lora: PEFT adds LoRA to whole tensors",
     ),
 }
 

@@ -22,7 +22,7 @@ from lit_ft.internals.transformers import mark_expert_parallel
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.parameter_patterns import layers_by_wildcard
 from lit_ft.strategies.parallel.tensor_plan import must_divide
-from lit_ft.tuning.expert_lora import FusedExperts, obstacle
+from lit_ft.tuning.expert_lora import holder, obstacle, use_own_experts
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Outputs of a layer's experts, from hidden states, indices of each token's experts, and weights of their outputs."""
@@ -33,11 +33,6 @@ def experts_of(base: PreTrainedModel) -> list[nn.Module]:
     plan = Architecture.of(base.config).expert_plan
     names = {f"{base.base_model_prefix}.{name}" for name, style in plan.items() if style == "ep_dispatch_experts"}
     return [module for name, module in base.named_modules() if layers_by_wildcard(name) in names]
-
-
-def holder(experts: nn.Module) -> nn.Module:
-    """Module that holds the experts' weights: inside PEFT's wrappers where they have LoRA."""
-    return experts.get_base_layer() if isinstance(experts, ParamWrapper) else experts
 
 
 def expert_count(experts: nn.Module) -> int | None:
@@ -97,12 +92,9 @@ class ExpertParallel:
         set_expert_count(held, total // self.size)
         forward = held.forward
         if experts is not held:
-            assert isinstance(experts, ParamWrapper), "check has refused it"
-            experts.__class__ = FusedExperts  # it is not yet where the model has no weights
-            assert isinstance(experts, FusedExperts)
-            experts.first_expert = self.mesh.get_local_rank() * (total // self.size)
+            fused = use_own_experts(experts, self.mesh.get_local_rank() * (total // self.size))
             # By way of the holder, whose hooks gather its weights where several ranks share them.
-            forward, experts.forward = experts.outputs, held.__call__  # type: ignore[method-assign]
+            forward, fused.forward = fused.outputs, held.__call__  # type: ignore[method-assign]
 
         def on_local_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             return self._exchange(experts, forward, total, hidden, index, weights)

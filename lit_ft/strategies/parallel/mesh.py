@@ -103,6 +103,7 @@ class ParallelDims:
                 if size > 1:
                     situation = "fsdp" if name == "data" else name
                     compatibility.check_situation(peft, situation, f"{name}_parallel_size={size}")
+        self._check_parameters(sizes, spec, base)
         _check_mixers(sizes, base)
         for name in ("data", "context"):
             if spec is not None and getattr(sizes, name) > 1:
@@ -111,11 +112,6 @@ class ParallelDims:
             self._check_tensor(sizes.tensor, spec, base)
         if self.expert_parallel_size > 1:
             self._check_experts(sizes, base)
-            if spec is not None and not spec.fused_lora and expert_lora.outer_wrappers(base):
-                raise RecipeError(
-                    f"expert_parallel_size={self.expert_parallel_size} with model.fused_lora=false: PEFT adds LoRA to "
-                    "whole expert tensors, of which a rank has a part; set model.fused_lora to true"
-                )
         splits_tokens = sizes.data < math.prod(sizes) or self.expert_parallel_size > 1
         if spec is not None and spec.router_aux_loss is not None and splits_tokens:
             raise RecipeError(
@@ -129,6 +125,18 @@ class ParallelDims:
             if self.schedule in pipeline_parallel.ZERO_BUBBLE:
                 self._check_zero_bubble(None if spec is None else spec.gradient_checkpointing)
             self._check_stages(sizes, base)
+
+    def _check_parameters(self, sizes: MeshSizes, spec: TrainingSpec | None, base: PreTrainedModel) -> None:
+        """Refuse LoRA on parameters (``target_parameters``) by PEFT's own code where a rank has a part of them."""
+        if (spec is not None and spec.fused_lora) or not expert_lora.outer_wrappers(base):
+            return
+        expert = 1 if spec is None else self.expert_parallel_size
+        for name, size in (("tensor", sizes.tensor), ("expert", expert)):
+            if size > 1:
+                raise RecipeError(
+                    f"{name}_parallel_size={size} without model.fused_lora: PEFT adds LoRA to whole tensors "
+                    "(target_parameters), of which a rank has a part; set model.fused_lora to true"
+                )
 
     def _check_tensor(self, size: int, spec: TrainingSpec | None, base: PreTrainedModel) -> None:
         # The skeleton always has dense weights; the module knows whether quantized ones will be read.

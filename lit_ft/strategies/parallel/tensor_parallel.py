@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
-from lit_ft.gradient_norm import local
 from lit_ft.internals.torch import own_parameters
-from lit_ft.strategies.parallel.expert_parallel import expert_count, set_expert_count
+from lit_ft.strategies.parallel.expert_parallel import Forward, expert_count, set_expert_count
 from lit_ft.strategies.parallel.tensor_plan import (
     COLUMNS,
     EXPERTS,
@@ -41,6 +40,7 @@ from lit_ft.strategies.parallel.tensor_plan import (
     is_block,
     linears,
 )
+from lit_ft.tuning.expert_lora import holder, use_own_experts
 
 _SEQUENCE = Shard(1)
 
@@ -192,29 +192,37 @@ class TensorParallel:
     # --- experts ---------------------------------------------------------------------------------
 
     def _assign_experts(self, experts: nn.Module) -> None:
-        """Assign full experts to ranks; every rank sees all tokens, and the outputs are summed over ranks."""
-        total = expert_count(experts)
-        assert total is not None, "the plan names modules of experts"
-        own = total // self.size
-        for key, weight in list(experts.named_parameters(recurse=False, remove_duplicate=False)):
-            assert weight.shape[0] == total
-            self._set(experts, key, Shard(0))
-        _compute_on_local(experts, Partial())
-        set_expert_count(experts, own)
-        forward, rank = experts.forward, self.mesh.get_local_rank()
+        """Assign full experts to ranks; every rank sees all tokens, and the outputs are summed over ranks.
 
-        def on_local_experts(hidden: Tensor, index: Tensor, weights: Tensor, *args: object, **kwargs: object) -> Tensor:
+        The matrices of LoRA stay whole: a rank uses, and has gradients of, those parts that are its experts'.
+        """
+        held, total = holder(experts), expert_count(experts)
+        assert total is not None, "the plan names modules of experts"
+        own, rank = total // self.size, self.mesh.get_local_rank()
+        for key, weight in list(held.named_parameters(recurse=False, remove_duplicate=False)):
+            assert weight.shape[0] == total
+            self._set(held, key, Shard(0))
+        set_expert_count(held, own)
+        if experts is not held:
+            use_own_experts(experts, rank * own)
+        compute = _of_own_experts if experts is not held else _of_all_tokens
+        forward = experts.forward
+
+        def on_local_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             is_local = index // own == rank
-            # Experts of other ranks get the index after the last own one, and weight 0: the model's own code skips it.
             index = torch.where(is_local, index % own, own)
-            weights = self._copy_in(weights).masked_fill(~is_local, 0.0)
-            answer = forward(self._copy_in(hidden), index, weights, *args, **kwargs)
+            answer = compute(forward, self._copy_in(hidden), index, self._copy_in(weights), is_local)
             trains = any(weight.requires_grad for weight in experts.parameters())
             if trains and not is_local.any():  # each rank needs gradients: their reduction may be a collective
-                answer = answer + sum(local(weight).sum() * 0 for weight in experts.parameters())
+                answer = answer + sum(weight.sum() * 0 for weight in experts.parameters())
             return self._sum_out(answer)
 
         experts.forward = on_local_experts
+        for part in experts.modules():
+            for key, _ in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+                if part is not held:
+                    self._set(part, key, Replicate())
+            _compute_on_local(part, Partial(), call_of=experts)
 
     # --- embedding and head ----------------------------------------------------------------------
 
@@ -340,6 +348,20 @@ class TensorParallel:
             )
             self._sharded[weight] = nn.Parameter(part, requires_grad=weight.requires_grad)
         module.register_parameter(key, self._sharded[weight])
+
+
+def _of_all_tokens(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor, is_local: Tensor) -> Tensor:
+    """Outputs of a rank's experts by the model's own code, which skips the index after the last of them."""
+    return forward(hidden, index, weights.masked_fill(~is_local, 0.0))
+
+
+def _of_own_experts(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor, is_local: Tensor) -> Tensor:
+    """Outputs of a rank's experts with LoRA, for the pairs of a token and an expert that are here."""
+    token = is_local.nonzero()[:, 0]
+    rows, own = hidden[token], weights[is_local][:, None]
+    # Without a pair the result depends on both all the same, as their gradients are summed over ranks.
+    outputs = forward(rows, index[is_local][:, None], own) if len(token) else rows * own.to(rows.dtype)
+    return torch.zeros_like(hidden).index_add(0, token, outputs)
 
 
 def _as_computed(x: Tensor) -> Tensor:

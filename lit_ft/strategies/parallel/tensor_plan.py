@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from inspect import signature
 
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from lit_ft.internals.torch import own_parameters
 from lit_ft.internals.transformers import global_value
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.parameter_patterns import layers_by_wildcard
+from lit_ft.tuning import expert_lora
 
 COLUMNS, ROWS = "colwise", "rowwise"
 WHOLE_OUT, WHOLE_IN = "colwise_gather_output", "rowwise_split_input"
@@ -136,9 +137,10 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
     for module, style in plan.styles.items():
         if style == EXPERTS and module.num_experts % size:  # type: ignore[operator]
             raise RecipeError(must_divide(size, "the number of experts", int(module.num_experts)))  # type: ignore[arg-type]
-        if style == EXPERTS and len(signature(type(module).forward).parameters) < 3:  # self, tokens and their experts
+        experts = type(expert_lora.holder(module))
+        if style == EXPERTS and len(signature(experts.forward).parameters) < 3:  # self, tokens and their experts
             raise RecipeError(
-                f"tensor parallelism: each expert of {type(module).__name__} computes all tokens, so that ranks cannot "
+                f"tensor parallelism: each expert of {experts.__name__} computes all tokens, so that ranks cannot "
                 "choose theirs; set tensor_parallel_size to 1, e.g. with lit_ft.strategies.FSDPStrategy"
             )
         if style in (WHOLE_OUT, WHOLE_IN) and module is not base.get_output_embeddings():
@@ -165,11 +167,14 @@ def must_divide(size: int, name: str, count: int, option: str = "tensor_parallel
 def _check_adapter(name: str, module: nn.Module) -> None:
     if not isinstance(module, LoraLayer):
         return
-    why = None
+    base, why = module.get_base_layer(), None
     if module.lora_embedding_A:
         why = "LoRA on an embedding looks tokens up in whole tables"
-    elif not isinstance(module.get_base_layer(), nn.Linear):
-        why = f"LoRA on {type(module.get_base_layer()).__name__} (routers and experts) computes something else there"
+    elif isinstance(module, ParamWrapper) and not expert_lora.is_of_linear(module):
+        if (of := expert_lora.obstacle(module)) is not None:
+            why = f"LoRA on {of} multiplies whole tensors, of which a rank has a part"
+    elif not isinstance(base, nn.Linear):
+        why = f"LoRA on {type(base).__name__} computes something else there"
     if why is not None:
         raise RecipeError(
             f"model.peft: {name}: under tensor parallelism {why}; take LoraConfig on linear layers of attention and "
