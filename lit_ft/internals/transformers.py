@@ -149,7 +149,9 @@ def attention_functions(config: PretrainedConfig) -> set[str]:
     in the mask alone (Phi-3.5-MoE) declares it all the same.
     """
     model, code = _model_class(config)
-    has_window = getattr(config.get_text_config(), "sliding_window", None) is not None
+    text = config.get_text_config()
+    is_windowed = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
+    has_window = is_windowed and bool(getattr(text, "sliding_window", None))  # 0 is none (Qwen2-MoE)
     masks_window = has_window and "create_sliding_window_causal_mask" in code and "sliding_window=" not in code
     takes_any = "ALL_ATTENTION_FUNCTIONS" in code and not masks_window
     supported = {"eager"} | ({"sdpa"} if model._supports_sdpa else set())

@@ -11,11 +11,12 @@ import torch
 from lit_callbacks.output import heartbeat
 from peft import PrefixTuningConfig
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen2MoeConfig, T5Config
 from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError
+from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.loading import (
     DENSE,
     check_attention,
@@ -158,6 +159,12 @@ def test_attention_that_is_not_there() -> None:
     if not is_flash_attn_2_available():
         with pytest.raises(RecipeError, match="flash_attention_2 needs the package flash-attn and a GPU"):
             check_attention("flash_attention_2", llama)
+
+
+@pytest.mark.parametrize(("use_sliding_window", "attention"), [(False, PACKED), (True, "sdpa")])
+def test_a_window_that_is_in_the_mask_alone(use_sliding_window: bool, attention: str) -> None:
+    """Qwen2-MoE tells its attention function of no window, and most of its models have none."""
+    assert pick_attention(Qwen2MoeConfig(use_sliding_window=use_sliding_window), "auto") == attention
 
 
 def test_what_is_no_causal_language_model(tmp_path: Path) -> None:
