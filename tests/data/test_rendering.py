@@ -632,6 +632,25 @@ def test_a_generation_prompt_that_opens_thinking(answer: str) -> None:
     assert noted(encoded) == {"other opening": 1}
 
 
+def test_the_prompt_ends_between_tokens() -> None:
+    """GLM 4.7 opens thinking at inference and closes it in an answer without: ``<think>`` and ``</think>``."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ '</think>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+        "{{ '<|assistant|><think>' if add_generation_prompt }}"
+    )
+    tokenizer = make(template, "<|user|> <|assistant|>", "<|user|>")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    encoded = encode(tokenizer, {"messages": CHAT[1:]})
+    assert spelled(tokenizer, encoded) == [
+        ["</think>a lamp<|user|>", "</think>the <绿> cup 😀\n\nis blue<|user|>"],
+    ]
+    ((ids, labels),) = samples(encoded)
+    whole = tokenizer.apply_chat_template(CHAT[1:], return_dict=True)["input_ids"]
+    assert ids[:-1] == whole
+    assert [ids[start] for start, _ in runs(labels)] == tokenizer.convert_tokens_to_ids(["</think>"] * 2)
+    assert noted(encoded) == {"other opening": 2, "end of turn added": 2}
+
+
 def test_thinking_that_a_template_writes_in_no_turn_is_trained_as_it_follows_the_prompt() -> None:
     """DeepSeek-R1's template drops the thinking of all answers, and its generation prompt opens it."""
     tokenizer = make(R1, R1_SPECIAL, "</s>")

@@ -3,8 +3,9 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,9 @@ class ChatTemplate:
                 f"{self.name} does not render a question and an answer ({type(error).__name__}: {error}); give another "
                 "one with data.chat_template"
             ) from error
-        tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+        added = tokenizer.added_tokens_decoder.values()
+        special = _any_of({token.content for token in added if token.special})
+        self._whole = re.compile(rf"{_any_of({token.content for token in added})}|\s+")
         self._special = re.compile(special)
         self._adjacent_specials = re.compile(rf"(?:{special})+")
         self._tail = re.compile(rf"(?:{special}|\s)*\Z")
@@ -258,6 +260,11 @@ class ChatTemplate:
             return False
         return all(part in text for part in ("probe_argument", value, result))
 
+    def boundary(self, text: str, start: int, end: int) -> int:
+        """Last position from ``start`` to ``end`` where an added token or white space begins or ends."""
+        near = takewhile(lambda match: match.start() <= end, self._whole.finditer(text, start))
+        return max((edge for match in near for edge in match.span() if edge <= end), default=start)
+
     def cut_after_end_of_turn(self, text: str) -> tuple[str, bool]:
         """Cut an assistant turn's text after its end-of-turn token; return it, and whether it has such a token.
 
@@ -291,6 +298,11 @@ class ChatTemplate:
                     f"{self.name} leaves out the text of turn {number} ({message['role']}); give another template, or "
                     "take the turn out"
                 )
+
+
+def _any_of(tokens: Iterable[str]) -> str:
+    """Regular expression that matches each token, the longest first."""
+    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
 
 
 def spell_out_tools(chat: Chat) -> Chat:

@@ -216,7 +216,10 @@ def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, 
     earlier = _render(chat, i, template)
     if through.startswith(earlier):
         # Not beyond the template's opening: an answer may begin with the same text as the generation prompt.
-        opened = _common([before, through, earlier + template.opening])
+        furthest = earlier + template.opening
+        opened = _common([before, through, furthest])
+        if opened != furthest:  # not within a token: `<think>` and `</think>` begin alike
+            opened = through[: template.boundary(through, len(earlier), len(opened))]
         if goes_on := _thinking_put_back(chat.messages[i], before[len(opened) :], through[len(opened) :]):
             notes.append("thinking put back")
             return before, goes_on + template.closing
