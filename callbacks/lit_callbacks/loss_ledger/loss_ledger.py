@@ -203,12 +203,13 @@ class LossLedger(Callback):
             return
         samples = [*summary["worst"], *summary["best"], *summary["risen"]]
         ids = [*(sample["id"] for sample in samples), *(name for pair in pairs for name in pair["ids"])]
-        if (texts := Attempts("LossLedger").result("no texts of samples", lambda: texts_of(ids))) is None:
+        if not (texts := Attempts("LossLedger").result("no texts of samples", lambda: _known(texts_of(ids)))):
             return
         for sample in samples:
             sample["text"] = texts.get(sample["id"], "")[:TEXT_KEPT]
+        pairs = [pair for pair in pairs if all(name in texts for name in pair["ids"])]
         for pair in pairs:
-            first, second = (texts.get(name, "")[:TEXT_KEPT] for name in pair["ids"])
+            first, second = (texts[name][:TEXT_KEPT] for name in pair["ids"])
             pair["text"] = first
             pair["likeness"] = SequenceMatcher(None, first, second, autojunk=False).ratio()
         summary["twins"] = [pair for pair in pairs if pair["likeness"] >= LEAST_LIKENESS][: self.top]
@@ -268,6 +269,11 @@ class LossLedger(Callback):
             how = "their texts are alike" if "text" in summary["twins"][0] else "look at their texts"
             rank_zero_info(f"likely duplicates, by how their losses go ({how}): {', '.join(pairs)}")
         rank_zero_info(f"losses of all samples: {folder}")
+
+
+def _known(texts: Mapping[str, object]) -> dict[str, str]:
+    """Texts by id, without those that are None."""
+    return {str(name): str(text) for name, text in texts.items() if text is not None}
 
 
 def _shown(cell: object) -> object:
