@@ -113,8 +113,9 @@ def test_writing_on_the_way_changes_no_bit_of_the_run(tmp_path: Path) -> None:
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-def test_each_best_checkpoint_has_its_adapter(tmp_path: Path) -> None:
-    best = ModelCheckpoint(tmp_path / "saved", monitor="val/loss", save_top_k=1)
+@pytest.mark.parametrize("options", [{}, {"save_weights_only": True}, {"filename": "best"}])
+def test_each_best_checkpoint_has_its_adapter(tmp_path: Path, options: dict[str, Any]) -> None:
+    best = ModelCheckpoint(tmp_path / "saved", monitor="val/loss", save_top_k=1, **options)
     merger = AdapterMerger(tmp_path / "adapter", on_best=True, keep_last=5)
     module = Adapted(lora(), losses=(3.0, 2.0, 2.5, 1.0))
     trainer = make_trainer(tmp_path, callbacks=[merger, best], val_check_interval=2, num_sanity_val_steps=0)
