@@ -220,6 +220,9 @@ def test_a_copied_run_is_resumed_in_its_own_folder_and_allows_no_code(board: Boa
     copied = RunFolder(run.root.with_name("copy"))
     shutil.copytree(run.root, copied.root)
     assert board.resume_arguments(copied) == ["fit", "--trainer.max_steps", "3", "--run_dir", str(copied.root)]
+    assert board.runs.summary("copy", copied).state == "stopped"
+    assert not board.can_stop(copied)
+    assert board.runs.summary(name, run).state == "running"
     board.stop(run)
     wait(lambda: not board.runs.summary(name, run).is_active)
     with (run.root / "board" / "fit.log").open("a") as log:
