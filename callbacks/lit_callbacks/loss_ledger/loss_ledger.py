@@ -315,4 +315,5 @@ def _returned(outputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None
     losses = outputs["token_losses"].detach().float()  # (samples, tokens); a sum in bf16 has 8 bits
     mask = outputs.get("token_mask", losses != 0)
     tokens = mask.sum(1)
-    return (losses * mask).sum(1) / tokens.clamp(min=1), tokens
+    counted = (losses * mask).where(mask != 0, 0.0)  # padding may be NaN, which a product with 0 leaves
+    return counted.sum(1) / tokens.clamp(min=1), tokens

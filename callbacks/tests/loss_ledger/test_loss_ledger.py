@@ -101,6 +101,17 @@ def test_token_losses_are_averaged_over_the_tokens_that_count(tmp_path: Path) ->
     assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 5.0, 1), Visit(0, 0, "1", "", 12.0, 2)]
 
 
+def test_losses_of_padding_do_not_count_whatever_they_are(tmp_path: Path) -> None:
+    class Padded(TokenSteps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            outputs["token_losses"] = outputs["token_losses"].where(outputs["token_mask"], math.nan)
+            return outputs
+
+    fit(tmp_path, Padded(), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert [(visit.loss, visit.tokens) for visit in read_visits(tmp_path / "loss_ledger")] == [(5.0, 1), (12.0, 2)]
+
+
 def test_token_losses_in_bf16_are_averaged_in_fp32(tmp_path: Path) -> None:
     class Bf16Steps(Steps):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
