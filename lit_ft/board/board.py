@@ -15,10 +15,10 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from lit_ft.board.processes import Processes, Record, log_tail
-from lit_ft.board.runs import BOARD, Runs, log_of, process_of_lock
+from lit_ft.board.runs import BOARD, Runs, process_of_lock
 from lit_ft.board.schema import Schema
 from lit_ft.errors import RecipeError
-from lit_ft.recipe.allowed_code import as_options
+from lit_ft.recipe.allowed_code import as_options, separated
 from lit_ft.run.folder import LAST, RunFolder, new_run
 
 NAME = re.compile(r"[^\W_][\w.-]{0,63}")
@@ -107,20 +107,21 @@ class Board:
         return f"0/{run.root.relative_to(root).as_posix()}"
 
     def resume(self, run: RunFolder) -> Record:
-        """Continue a run with the command that it has printed, or start it again where it saved nothing."""
+        """Continue a run from its newest checkpoint, or start it again where it saved nothing."""
         return self.processes.start(run.root / BOARD, "fit", self.resume_arguments(run))
 
     def resume_arguments(self, run: RunFolder) -> list[str]:
-        """Arguments that continue a run."""
-        commands = re.findall(r"resume with: python -m lit_ft (fit .+)$", log_tail(log_of(run)), re.MULTILINE)
-        if commands and run.has_checkpoint:
-            return shlex.split(commands[-1])
+        """Arguments that continue a run where its folder is now, with the code that the user allows the board.
+
+        A folder that was copied or downloaded has a log and a record that name another folder, or allow other code.
+        """
         if run.has_checkpoint:
             return ["fit", "--config", shown(run.config), "--ckpt_path", LAST, *_allowed()]
-        record = self.processes.find(run.root / BOARD, "fit")
-        if record is not None:  # the command that has started it
-            return record.arguments
-        return ["fit", "--config", shown(run.config), "--run_dir", shown(run.root), *_allowed()]
+        given = ["--config", shown(run.config)]
+        if (record := self.processes.find(run.root / BOARD, "fit")) is not None:  # the command that has started it
+            given, _ = separated(record.arguments[1:])
+            given = given[: given.index("--run_dir")] if "--run_dir" in given else given
+        return ["fit", *given, "--run_dir", shown(run.root), *_allowed()]
 
     def can_stop(self, run: RunFolder) -> bool:
         """Whether the run's process is known on this machine."""

@@ -32,6 +32,7 @@ class Record:
         pid: process id, also that of its process group.
         started: start of the process in seconds since 1970, by which a later process of the same id is told apart.
         exit_code: exit code, negative for a signal; None while it runs, and where the board ended before it did.
+        folder: folder of record and log; in a copy of that folder, the record is of no process of the copy.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Record:
     pid: int
     started: float
     exit_code: int | None = None
+    folder: str = ""
 
     @property
     def command(self) -> str:
@@ -92,7 +94,8 @@ class Processes:
         except OSError as error:
             raise RecipeError(f"{folder} cannot be written ({error.strerror}); choose another folder") from error
         self._children[child.pid] = child
-        record = Record(kind, list(arguments), child.pid, _created(child.pid) or time.time())
+        started = _created(child.pid) or time.time()
+        record = Record(kind, list(arguments), child.pid, started, folder=str(folder.resolve()))
         _write(folder, record)
         return record
 
@@ -115,7 +118,8 @@ class Processes:
     def running(self, folder: Path, kind: str) -> Record | None:
         """Record of the process of a kind that runs; None if there is none."""
         record = self.find(folder, kind)
-        return record if record is not None and self.is_alive(record) else None
+        is_here = record is not None and record.folder in ("", str(folder.resolve()))
+        return record if record is not None and is_here and self.is_alive(record) else None
 
     def is_alive(self, record: Record) -> bool:
         """Whether the process of a record still runs."""

@@ -202,6 +202,8 @@ def end_of(exit_code: int) -> str:
 
 def process_of_lock(run: RunFolder) -> int | None:
     """Process that trains in a folder, where it is one of this machine; None if it is not known."""
+    if not is_running(run.root):  # the id may be another process's by now, or be in a copy of the folder
+        return None
     try:
         holder = json.loads((run.root / ".lock").read_text(encoding="utf-8"))
         return int(holder["pid"]) if holder["host"] == socket.gethostname() else None

@@ -89,7 +89,26 @@ def newest_good(folder: Path) -> Path:
     if damaged:
         damages = "; ".join(f"{one.path.name}: {one.damage}" for one in damaged)
         raise RecipeError(f"no checkpoint in {folder} is good ({damages}); start anew with another --run_dir")
-    raise RecipeError(f"there is no checkpoint to resume from in {folder}")
+    raise RecipeError(
+        f"there is no checkpoint to resume from in {folder}: those in it hold weights alone (save_weights_only of a "
+        "ModelCheckpoint); validate, predict, chat and export take one that --ckpt_path names; train with another "
+        "--run_dir"
+    )
+
+
+def check_resumable(path: Path) -> None:
+    """Check that a run can be resumed from a checkpoint.
+
+    Raises:
+        DamagedCheckpoint: it cannot be read.
+        RecipeError: it holds weights alone.
+    """
+    if position_of(path) is None:
+        raise RecipeError(
+            f"ckpt_path={str(path)!r} holds weights alone (save_weights_only of a ModelCheckpoint), and no run goes on "
+            "from these; take --ckpt_path last, or start a new run from its export (--model.adapter or "
+            "--model.pretrained)"
+        )
 
 
 POSITIONS = ("epoch", "step")
@@ -149,7 +168,7 @@ def _here(folder: Path, path: Path) -> Path:
 
 
 def position_of(path: Path) -> Position | None:
-    """Position in its run at which a checkpoint was written; None for one without loop state, which cannot be resumed.
+    """Position in its run at which a checkpoint was written; None for one of weights alone, which cannot be resumed.
 
     Raises:
         DamagedCheckpoint: the checkpoint cannot be read.
@@ -174,7 +193,7 @@ class _Header(NamedTuple):
     """Metadata of a checkpoint, without tensors, which would keep its file mapped."""
 
     position: Position | None
-    """None for a checkpoint without loop state."""
+    """None for a checkpoint of weights alone."""
     unlogged: frozenset[str] | None
     """Names of the metrics of its step that had not been logged; None where all had been."""
     best: dict[str, Best]
@@ -204,7 +223,7 @@ def _read_header(path: Path, identity: Identity) -> _Header:
 
 
 def _position_in(path: Path, content: Checkpoint) -> Position | None:
-    if "loops" not in content:
+    if "loops" not in content or "optimizer_states" not in content:  # Lightning saves loops with weights alone too
         return None
     session, step, epoch = (int(content.get(key, 0)) for key in (SESSION, "global_step", "epoch"))
     return Position(session, step, epoch, is_last=path.name.lstrip(".").startswith("last"))

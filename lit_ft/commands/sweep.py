@@ -234,7 +234,7 @@ def _train(
         if not trial.is_finished:
             rank_zero_info(f"{label}: failed, {trial.failure}")
             continue
-        if goal.value(trial) is None:
+        if not trial.curve(goal.metric):
             logged = ", ".join(name for name in trial.metrics() if not name.startswith("throughput/run"))
             advice = f"it has logged {logged}; compare by one of these, or" if logged else "it has logged nothing;"
             raise RecipeError(
@@ -246,8 +246,9 @@ def _train(
 
 
 def _result(trial: Trial, goal: Goal) -> str:
-    value = goal.value(trial)
-    return "" if value is None else f", {goal.metric} {as_number(value)}"
+    """Last value of a finished trial, after a comma."""
+    curve = trial.curve(goal.metric)
+    return f", {goal.metric} {as_number(curve[-1][1])}" if curve else ""
 
 
 def _conclude(folder: Path, trials: list[Trial], goal: Goal) -> None:
@@ -257,7 +258,10 @@ def _conclude(folder: Path, trials: list[Trial], goal: Goal) -> None:
     results.show(trials, goal)
     ranked = goal.ranked(trials)
     if not ranked:
-        raise RuntimeError(f"all {len(trials)} trials failed; the first: {trials[0].failure}; see {trials[0].log}")
+        why = trials[0].failure or f"{goal.metric} is not a number"
+        raise RuntimeError(
+            f"none of {as_count(len(trials), 'trial')} has a result; the first: {why}; see {trials[0].log}"
+        )
     best = ranked[0]
     rank_zero_info(f"sweep: {folder / 'sweep.csv'}, {folder / 'sweep.png'}")
     rank_zero_info(f"best: {best}{_result(best, goal)}; see {best.run.root}")

@@ -64,8 +64,12 @@ class Conversation:
             raise RecipeError(f"{str(path)!r} must end in .jsonl, the kind of file that conversations are saved in")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            before = path.read_bytes() if path.exists() else b""
+            line = json.dumps({"messages": [*self._system_turn, *self.turns]}, ensure_ascii=False) + "\n"
+            if before and not before.endswith(b"\n"):  # many programs write no end of the last line
+                line, before = "\n" + line, before + b"\n"
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": [*self._system_turn, *self.turns]}, ensure_ascii=False) + "\n")
-            return len(path.read_text(encoding="utf-8").splitlines())
+                file.write(line)
+            return before.count(b"\n") + 1
         except OSError as error:
             raise RecipeError(f"{str(path)!r} cannot be written ({error.strerror}); name another file") from error

@@ -56,6 +56,18 @@ def take_option(arguments: list[str]) -> list[str]:
     Raises:
         RecipeError: no module follows, or the value is not a module name.
     """
+    rest, modules = separated(arguments)
+    if modules:
+        os.environ[VARIABLE] = ",".join(dict.fromkeys([*_from_environment(), *modules]))
+    return rest
+
+
+def separated(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Arguments of a command line without ``--allow_code MODULE``, and its modules.
+
+    Raises:
+        RecipeError: no module follows, or the value is not a module name.
+    """
     rest: list[str] = []
     modules: list[str] = []
     remaining = iter(arguments)
@@ -65,9 +77,7 @@ def take_option(arguments: list[str]) -> list[str]:
             rest.append(argument)
             continue
         modules += _checked((value if equals else next(remaining, "")).split(","), OPTION)
-    if modules:
-        os.environ[VARIABLE] = ",".join(dict.fromkeys([*_from_environment(), *modules]))
-    return rest
+    return rest, modules
 
 
 def as_options() -> str:

@@ -8,6 +8,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 
+from lit_ft.checkpointing.selection import check_resumable
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
 from lit_ft.run.folder import BEST, LAST, RunFolder, new_run, newest_run, unfinished_run
@@ -84,6 +85,12 @@ class RunChoice:
 
     def checkpoint(self, folder: RunFolder) -> str | None:
         """Checkpoint of the run folder that the options name, the same on all ranks; None where there is none."""
+        path = self._chosen_checkpoint(folder)
+        if path is not None and self._subcommand == "fit":
+            check_resumable(Path(path))
+        return path
+
+    def _chosen_checkpoint(self, folder: RunFolder) -> str | None:
         path: str | None = self._options.ckpt_path
         if not self._resumes and self._options.resume is None:
             if path is not None:

@@ -1,6 +1,7 @@
 """Results of a sweep: the order of its trials, a table, ``sweep.csv`` and ``sweep.png``."""
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,14 @@ class Goal:
     mode: Literal["min", "max"]
 
     def value(self, trial: Trial) -> float | None:
-        """Last value of a finished trial; None if it is not finished, or has not logged the metric."""
+        """Last value of a finished trial; None if it is not finished, has not logged the metric, or logged a NaN."""
         curve = trial.curve(self.metric) if trial.is_finished else []
-        return curve[-1][1] if curve else None
+        return curve[-1][1] if curve and not math.isnan(curve[-1][1]) else None
 
     def best_of(self, curve: Sequence[tuple[int, float]]) -> tuple[int, float]:
-        """Step and value of the best point of a curve."""
-        return (min if self.mode == "min" else max)(curve, key=lambda point: point[1])
+        """Step and value of the best point of a curve, NaN only if there is nothing else."""
+        known = [point for point in curve if not math.isnan(point[1])]
+        return (min if self.mode == "min" else max)(known or curve, key=lambda point: point[1])
 
     def ranked(self, trials: Sequence[Trial]) -> list[Trial]:
         """Finished trials that have a value, the best one first."""
@@ -69,11 +71,10 @@ def show(trials: Sequence[Trial], goal: Goal) -> None:
 def _row(trial: Trial, goal: Goal) -> dict[str, object]:
     curve = trial.curve(goal.metric)
     step, best = goal.best_of(curve) if curve else ("", "")
-    value = goal.value(trial)
     return {
         "trial": trial.name,
         **trial.values,
-        goal.metric: "" if value is None else value,
+        goal.metric: curve[-1][1] if curve and trial.is_finished else "",
         goal.mode: best,
         "at step": step,
         "seconds": round(trial.seconds),

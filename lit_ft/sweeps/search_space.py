@@ -19,7 +19,7 @@ _OWN_KEYS = ("run_dir", "ckpt_path", "resume", "resume_data")
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included; integers if both ends are."""
+    """Numbers from ``low`` to ``high``, both included; integers if both ends are, else both are floats."""
 
     low: int | float
     high: int | float
@@ -83,7 +83,8 @@ def _parse(text: str) -> Variation:
 
 def _range(low: str, high: str) -> Range | None:
     try:
-        ends = [int(end) if re.fullmatch(r"\s*[+-]?\d+\s*", end) else float(end) for end in (low, high)]
+        is_whole = all(re.fullmatch(r"\s*[+-]?\d+\s*", end) for end in (low, high))
+        ends = [int(end) if is_whole else float(end) for end in (low, high)]
     except ValueError:
         return None  # a text with two dots in it, e.g. a path
     return Range(*ends) if all(map(math.isfinite, ends)) else None

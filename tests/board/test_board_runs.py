@@ -213,6 +213,25 @@ def test_a_run_that_fails_at_its_start_is_listed_with_its_error(board: Board) ->
     assert board.resume_arguments(run) == record.arguments  # nothing was saved: the same again
 
 
+def test_a_copied_run_is_resumed_in_its_own_folder_and_allows_no_code(board: Board) -> None:
+    name = board.start_run("first", ["--trainer.max_steps", "3", "--allow_code", "theirs"], "")
+    run = board.runs.folder(name)
+    wait(lambda: (run.root / "started").exists())
+    copied = RunFolder(run.root.with_name("copy"))
+    shutil.copytree(run.root, copied.root)
+    assert board.resume_arguments(copied) == ["fit", "--trainer.max_steps", "3", "--run_dir", str(copied.root)]
+    assert board.runs.summary("copy", copied).state == "stopped"
+    assert not board.can_stop(copied)
+    assert board.runs.summary(name, run).state == "running"
+    board.stop(run)
+    wait(lambda: not board.runs.summary(name, run).is_active)
+    with (run.root / "board" / "fit.log").open("a") as log:
+        log.write(f"resume with: python -m lit_ft fit --config {run.config} --ckpt_path last --allow_code theirs\n")
+    shutil.rmtree(copied.root)
+    shutil.copytree(run.root, copied.root)
+    assert board.resume_arguments(copied) == ["fit", "--config", str(copied.config), "--ckpt_path", "last"]
+
+
 def test_pages_that_look_at_once_see_one_end(board: Board) -> None:
     run = board.runs.folder(board.start_run("broken", ["--fail"], ""))
     record = json.loads((run.root / "board" / "fit.json").read_text())

@@ -18,7 +18,7 @@ from lit_callbacks.export import manifest
 from ranks import on_ranks
 
 from lit_ft import cli
-from lit_ft.checkpointing.selection import best_known, newest_good, newest_of, resumed_step
+from lit_ft.checkpointing.selection import best_known, check_resumable, newest_good, newest_of, resumed_step
 from lit_ft.checkpointing.storage import checksum, replacement, sharded
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.checkpointing.storage.integrity import DamagedCheckpoint, check_intact
@@ -281,7 +281,7 @@ def test_what_a_checkpoint_says_is_read_once_and_anew_after_a_replacement(
     monkeypatch.setattr(torch, "load", counted)
     best = {"monitor": "val/loss", "best_model_path": str(path), "best_model_score": torch.tensor(0.5)}
     for step in (1, 2):
-        io.save_checkpoint({"loops": {}, "global_step": step, "callbacks": {"one": best, "other": [1]}}, path)
+        io.save_checkpoint(content(step, callbacks={"one": best, "other": [1]}), path)
         for _ in range(3):
             assert resumed_step(path) == (step, None)
             assert best_known(tmp_path) == [(path, "val/loss", 0.5)]
@@ -318,11 +318,34 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
 
 def test_the_newest_of_some_checkpoints_is_that_of_the_latest_step(tmp_path: Path) -> None:
     paths = [save_file(tmp_path / f"step={step}.ckpt", step) for step in (1, 2, 3, 4)]
-    torch.save({"state_dict": {}, "global_step": 9}, tmp_path / "weights.ckpt")  # no run resumes from it
+    torch.save({"state_dict": {}, "loops": {}, "global_step": 9}, tmp_path / "weights.ckpt")  # no run resumes from it
     os.utime(paths[0], (2e9, 2e9))  # as a copy has it
     paths[3].write_bytes(b"damaged")
     assert newest_of([*paths, tmp_path / "weights.ckpt"]) == paths[2]
     assert newest_of([paths[3]]) is None
+
+
+def _save_weights_alone(path: Path) -> None:
+    weights = {name: value for name, value in content(1).items() if name != "optimizer_states"}
+    sharded.save_sharded(weights, path, [["w", "b"]])
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_no_run_is_resumed_from_weights_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "best.ckpt"
+    if kind == "file":
+        AnyCheckpointIO().save_checkpoint(
+            {key: content(1)[key] for key in ("state_dict", "loops", "global_step")}, path
+        )
+    else:
+        on_ranks(1, in_group, _save_weights_alone, path)
+    assert step_of(path) == 1  # they can be read
+    with pytest.raises(RecipeError, match="there is no checkpoint to resume from .*: those in it hold weights alone"):
+        newest_good(tmp_path)
+    with pytest.raises(RecipeError, match=r"best.ckpt' holds weights alone .* take --ckpt_path last"):
+        check_resumable(path)
+    save_file(tmp_path / "last.ckpt", 0)
+    assert newest_good(tmp_path) == tmp_path / "last.ckpt"
 
 
 # --- failures ----------------------------------------------------------------------------------------------

@@ -29,6 +29,15 @@ def test_a_file_grows_by_one_conversation_at_each_save(tmp_path: Path) -> None:
     assert [chat.save(tmp_path / "to" / "chats.jsonl") for _ in range(2)] == [1, 2]
 
 
+def test_a_file_whose_last_line_has_no_end_keeps_it(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"messages": []}')
+    chat = Conversation()
+    chat.add("one\u2028line", "yes")
+    assert [chat.save(file) for _ in range(2)] == [2, 3]
+    assert [len(json.loads(line)["messages"]) for line in file.read_bytes().splitlines()] == [0, 2, 2]
+
+
 def test_an_answer_that_is_not_complete_is_saved_as_one_not_to_train_on(tmp_path: Path) -> None:
     chat = Conversation("be kind")
     chat.add("a", "b")

@@ -19,6 +19,20 @@ def test_the_best_step_has_the_number_of_its_checkpoint(tmp_path: Path) -> None:
     assert trial.metrics() == ["val/loss"]
 
 
+def test_a_value_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    trials = []
+    for name, last in (("trial-001", "nan"), ("trial-002", "2.0")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text(f"epoch,step,val/loss\n0,9,3.0\n0,19,{last}\n")
+        (tmp_path / name / "finished.json").write_text('{"global_step": 20}')
+        trials.append(Trial(RunFolder(tmp_path / name), {}))
+    for mode in ("min", "max"):
+        goal = Goal("val/loss", mode)  # type: ignore[arg-type]
+        assert [trial.name for trial in goal.ranked(trials)] == ["trial-002"]
+        row = _row(trials[0], goal)
+        assert (str(row["val/loss"]), row[mode], row["at step"]) == ("nan", 3.0, 10)
+
+
 @pytest.mark.parametrize(
     ("values", "labels"),
     [

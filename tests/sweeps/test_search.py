@@ -20,6 +20,14 @@ def test_proposals_approach_the_best_value_and_depend_on_earlier_results_alone()
     assert sum(values["n"] == "1" for values in late) >= 7
 
 
+def test_a_range_may_have_one_end_that_is_a_whole_number() -> None:
+    variations = parse_variations(["optimizer.weight_decay=0..0.1"])
+    earlier: list[tuple[dict[str, str], float | None]] = []
+    for _ in range(4):
+        earlier.append((propose(variations, earlier, "min", seed=0), 1.0))
+    assert all(0 <= float(values["optimizer.weight_decay"]) <= 0.1 for values, _ in earlier)
+
+
 def test_no_combination_is_proposed_twice() -> None:
     variations = parse_variations(["a=1,2", "b=x,y"])
     earlier: list[tuple[dict[str, str], float | None]] = []

@@ -93,8 +93,7 @@ class AdapterMerger(Callback):
         self.merged_dir = None if merged_dir is None else Path(merged_dir)
         self.texts: Texts = texts or _no_texts
         self.every_n_steps, self.on_best, self.keep_last = every_n_steps, on_best, keep_last
-        self._best: list[str] = []
-        self._has_new_best = False
+        self._best: list[tuple[str, Tensor | None]] = []
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,15 +113,10 @@ class AdapterMerger(Callback):
                 "AdapterMerger(on_best=True) writes nothing on the way: no ModelCheckpoint has a monitor; give one, as "
                 "ModelCheckpoint(monitor='val/loss')"
             )
-        self._best, self._has_new_best, self._last_step = _best_paths(trainer), False, trainer.global_step
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note whether the checkpoint is a new best; the model has its weights until the next batch."""
-        if self.on_best and (best := _best_paths(trainer)) != self._best:
-            self._best, self._has_new_best = best, True
+        self._best, self._last_step = _best(trainer), trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Write the model of a new best checkpoint."""
+        """Write the model of a new best checkpoint, whose weights it has until this batch."""
         self._write_best(trainer, pl_module)
 
     def on_train_batch_end(
@@ -156,8 +150,8 @@ class AdapterMerger(Callback):
         self._write(trainer, pl_module, "")
 
     def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._has_new_best:
-            self._has_new_best = False
+        if self.on_best and (best := _best(trainer)) != self._best:
+            self._best = best
             self._write_on_the_way(trainer, pl_module, "best-step-")
 
     def _write_on_the_way(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
@@ -260,5 +254,6 @@ def _monitored(trainer: Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if is_a(c, ModelCheckpoint) and c.monitor is not None]
 
 
-def _best_paths(trainer: Trainer) -> list[str]:
-    return [callback.best_model_path for callback in _monitored(trainer)]
+def _best(trainer: Trainer) -> list[tuple[str, Tensor | None]]:
+    """Path and score of each best checkpoint; a better one may have the same path, and is known by its score."""
+    return [(callback.best_model_path, callback.best_model_score) for callback in _monitored(trainer)]

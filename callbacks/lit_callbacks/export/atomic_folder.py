@@ -26,7 +26,8 @@ except ImportError:  # Windows has no such locks
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OF_A_MODEL = {"config.json", "adapter_config.json"}
+_OF_A_MODEL = {"config.json", "adapter_config.json", MANIFEST}
+"""Files of which a model's folder has at least one; what a module writes itself has the manifest alone."""
 
 _KNOWN_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),

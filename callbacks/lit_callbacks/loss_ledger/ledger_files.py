@@ -57,18 +57,19 @@ def write_part(folder: Path, started: int, rank: int, visits: Visits) -> Path:
         Path of the file: Parquet if pyarrow is installed, else CSV.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"from{started:08d}-to{visits.step[-1] + 1:08d}.rank{rank}"
+    # A part that a killed run leaves is not read; the next write of this rank replaces it.
+    unfinished = folder / f".unfinished.rank{rank}"
     try:
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
-        path = folder / f"{name}.csv"
-        with path.open("w", newline="", encoding="utf-8") as file:
+        ending = "csv"
+        with unfinished.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([visits._fields, *zip(*visits, strict=True)])
-        return path
-    path = folder / f"{name}.parquet"
-    parquet.write_table(pyarrow.table(visits._asdict()), path)
-    return path
+    else:
+        ending = "parquet"
+        parquet.write_table(pyarrow.table(visits._asdict()), unfinished)
+    return unfinished.replace(folder / f"from{started:08d}-to{visits.step[-1] + 1:08d}.rank{rank}.{ending}")
 
 
 def read_visits(folder: Path) -> list[Visit]:

@@ -203,12 +203,13 @@ class LossLedger(Callback):
             return
         samples = [*summary["worst"], *summary["best"], *summary["risen"]]
         ids = [*(sample["id"] for sample in samples), *(name for pair in pairs for name in pair["ids"])]
-        if (texts := Attempts("LossLedger").result("no texts of samples", lambda: texts_of(ids))) is None:
+        if not (texts := Attempts("LossLedger").result("no texts of samples", lambda: _known(texts_of(ids)))):
             return
         for sample in samples:
             sample["text"] = texts.get(sample["id"], "")[:TEXT_KEPT]
+        pairs = [pair for pair in pairs if all(name in texts for name in pair["ids"])]
         for pair in pairs:
-            first, second = (texts.get(name, "")[:TEXT_KEPT] for name in pair["ids"])
+            first, second = (texts[name][:TEXT_KEPT] for name in pair["ids"])
             pair["text"] = first
             pair["likeness"] = SequenceMatcher(None, first, second, autojunk=False).ratio()
         summary["twins"] = [pair for pair in pairs if pair["likeness"] >= LEAST_LIKENESS][: self.top]
@@ -270,6 +271,11 @@ class LossLedger(Callback):
         rank_zero_info(f"losses of all samples: {folder}")
 
 
+def _known(texts: Mapping[str, object]) -> dict[str, str]:
+    """Texts by id, without those that are None."""
+    return {str(name): str(text) for name, text in texts.items() if text is not None}
+
+
 def _shown(cell: object) -> object:
     return shorten(cell, TEXT_SHOWN, placeholder="...") if isinstance(cell, str) else cell
 
@@ -309,4 +315,5 @@ def _returned(outputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None
     losses = outputs["token_losses"].detach().float()  # (samples, tokens); a sum in bf16 has 8 bits
     mask = outputs.get("token_mask", losses != 0)
     tokens = mask.sum(1)
-    return (losses * mask).sum(1) / tokens.clamp(min=1), tokens
+    counted = (losses * mask).where(mask != 0, 0.0)  # padding may be NaN, which a product with 0 leaves
+    return counted.sum(1) / tokens.clamp(min=1), tokens

@@ -68,12 +68,13 @@ def read_run(folder: Path) -> RunData:
             return otherwise
         try:
             return reader(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RecursionError, csv.Error) as error:
             run.missing.append(f"{path.name} cannot be read ({type(error).__name__}: {error})")
             return otherwise
 
     run.environment = read(folder / ENVIRONMENT, _json, {}, "no versions: RunReport was not among the run's callbacks")
-    logs = run.environment.get(LOG_FOLDERS)
+    named = run.environment.get(LOG_FOLDERS)
+    logs = named if isinstance(named, list) else None
     run.curves = read(_newest(folder, "metrics.csv", logs), read_metrics, {}, "no metrics.csv: add a CSVLogger")
     config = _newest(folder, "config.yaml", logs) or _newest(folder, "hparams.yaml", logs)
     run.config = read(config, _text, "", "no config.yaml or hparams.yaml: call self.save_hyperparameters()")
@@ -155,4 +156,6 @@ def _text(path: Path) -> str:
 
 def _json(path: Path) -> Json:
     content: Json = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
     return content

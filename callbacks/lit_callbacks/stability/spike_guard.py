@@ -289,7 +289,7 @@ class SpikeGuard(Callback):
             "epoch": trainer.current_epoch,
             "reasons": reasons,
             **measured,
-            "learning_rates": [group["lr"] for group in optimizer.param_groups],
+            "learning_rates": [group.get("lr") for group in optimizer.param_groups],
             "batches": [{"batch_idx": index, "ids": ids} for index, ids in self._batches],
             "gradient_norms": norms_by_name(trainer, module, optimizer),  # a collective
         }

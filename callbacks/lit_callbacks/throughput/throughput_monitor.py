@@ -111,7 +111,12 @@ class ThroughputMonitor(Callback):
             peak: peak FLOP/s of one device, for MFU: a number; ``datasheet``, looked up by device name and dtype; or
                 ``measure``, measured with matrix products when training starts, on any device.
             skip_steps: number of optimizer steps at the start that are not measured.
+
+        Raises:
+            ValueError: ``peak`` is another text.
         """
+        if isinstance(peak, str) and peak not in ("datasheet", "measure"):
+            raise ValueError(f"ThroughputMonitor(peak={peak!r}): give 'datasheet', 'measure', or a number of FLOP/s")
         self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps
         self.summary: dict[str, float] = {}
         """Figures of the full run after training, by the logged names."""

@@ -83,6 +83,23 @@ def test_every_n_steps_the_last_are_kept(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other)
 
 
+class Own(Adapted):
+    """Writes what it trains itself, in a file of its own kind."""
+
+    def save_adapter(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        folder.mkdir()
+        torch.save(self.steps[-1:], folder / "weights.pt")
+
+
+def test_the_last_are_kept_of_what_a_module_writes_itself(tmp_path: Path) -> None:
+    module = Own(lora())
+    module.model = torch.nn.Linear(1, 1)  # neither of peft nor of transformers
+    module.training_step = lambda batch, batch_idx: module.model(torch.ones(1)).sum()  # type: ignore[method-assign]
+    merger = AdapterMerger(tmp_path / "adapter", every_n_steps=2, keep_last=2)
+    make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, texts())
+    assert names(tmp_path) == ["adapter", "adapter-step-6", "adapter-step-8"]
+
+
 def test_writing_on_the_way_changes_no_bit_of_the_run(tmp_path: Path) -> None:
     """Dropout draws from the generator that what is written may draw from too: examples on a model card, say."""
     runs = []
@@ -96,8 +113,9 @@ def test_writing_on_the_way_changes_no_bit_of_the_run(tmp_path: Path) -> None:
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-def test_each_best_checkpoint_has_its_adapter(tmp_path: Path) -> None:
-    best = ModelCheckpoint(tmp_path / "saved", monitor="val/loss", save_top_k=1)
+@pytest.mark.parametrize("options", [{}, {"save_weights_only": True}, {"filename": "best"}])
+def test_each_best_checkpoint_has_its_adapter(tmp_path: Path, options: dict[str, Any]) -> None:
+    best = ModelCheckpoint(tmp_path / "saved", monitor="val/loss", save_top_k=1, **options)
     merger = AdapterMerger(tmp_path / "adapter", on_best=True, keep_last=5)
     module = Adapted(lora(), losses=(3.0, 2.0, 2.5, 1.0))
     trainer = make_trainer(tmp_path, callbacks=[merger, best], val_check_interval=2, num_sanity_val_steps=0)

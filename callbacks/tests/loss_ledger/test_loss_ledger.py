@@ -101,6 +101,17 @@ def test_token_losses_are_averaged_over_the_tokens_that_count(tmp_path: Path) ->
     assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 5.0, 1), Visit(0, 0, "1", "", 12.0, 2)]
 
 
+def test_losses_of_padding_do_not_count_whatever_they_are(tmp_path: Path) -> None:
+    class Padded(TokenSteps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            outputs["token_losses"] = outputs["token_losses"].where(outputs["token_mask"], math.nan)
+            return outputs
+
+    fit(tmp_path, Padded(), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert [(visit.loss, visit.tokens) for visit in read_visits(tmp_path / "loss_ledger")] == [(5.0, 1), (12.0, 2)]
+
+
 def test_token_losses_in_bf16_are_averaged_in_fp32(tmp_path: Path) -> None:
     class Bf16Steps(Steps):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
@@ -190,6 +201,23 @@ def test_a_run_forgets_the_ranks_that_an_earlier_one_had(tmp_path: Path) -> None
         write_part(folder, 0, rank, Visits([0], [0], [f"earlier-{rank}"], [""], [1.0], [1]))
     fit(tmp_path, Steps(), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
     assert [visit.id for visit in read_visits(folder)] == ["0", "1"]
+
+
+@pytest.mark.parametrize("has_pyarrow", [True, False])
+def test_a_write_that_was_killed_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_pyarrow: bool
+) -> None:
+    if not has_pyarrow:
+        hide_pyarrow(monkeypatch)
+    visits = Visits([0], [0], ["a"], [""], [1.0], [1])
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "replace", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            write_part(tmp_path, 0, 0, visits)
+    assert read_visits(tmp_path) == []
+    path = write_part(tmp_path, 0, 0, visits)
+    assert list(tmp_path.iterdir()) == [path]
+    assert [visit.id for visit in read_visits(tmp_path)] == ["a"]
 
 
 def test_a_resumed_run_takes_back_what_it_does_again(tmp_path: Path) -> None:
@@ -349,6 +377,22 @@ def test_texts_that_cannot_be_had_are_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"LossLedger: no texts of samples \(ZeroDivisionError"):
         fit(tmp_path, Steps(), rows([5.0]), LossLedger(texts=lambda ids: 1 / 0))
     assert (tmp_path / "loss_ledger" / "summary.json").exists()
+
+
+def test_texts_of_other_types_are_a_warning_or_left_out(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"LossLedger: no texts of samples \(AttributeError: 'list' object"):
+        fit(tmp_path, Steps(), rows([5.0]), LossLedger(texts=lambda ids: list(ids)))  # type: ignore[arg-type, return-value]
+    texts: Any = {0: 17, "1": None}
+    fit(tmp_path, Steps(), rows([5.0, 4.0]), LossLedger(texts=lambda ids: texts))
+    worst = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["worst"]
+    assert [sample["text"] for sample in worst] == ["17", ""]
+
+
+def test_samples_whose_texts_are_not_known_are_no_duplicates(tmp_path: Path) -> None:
+    texts = {"0": "the same text", "1": "the same text", "2": "another one"}
+    fit(tmp_path, Steps(), rows([5.0] * 4 + [9.0, 9.0]), LossLedger(texts=lambda ids: texts), max_epochs=3)
+    twins = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["twins"]
+    assert [pair["ids"] for pair in twins] == [["0", "1"]]
 
 
 def two_ranks(folder: str) -> None:

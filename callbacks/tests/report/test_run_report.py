@@ -449,6 +449,20 @@ def test_a_folder_with_nothing_and_one_with_broken_files(tmp_path: Path) -> None
     assert "environment.json cannot be read (JSONDecodeError" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("environment.json", "[]", "environment.json cannot be read (ValueError: it holds no JSON object)"),
+        ("environment.json", '{"log_folders": 3}', "no metrics.csv: add a CSVLogger"),
+        ("samples.jsonl", "[" * 100_000, "samples.jsonl cannot be read (RecursionError"),
+        ("metrics.csv", f'step,loss\n0,"{"9" * 200_000}', "metrics.csv cannot be read (Error: field larger"),
+    ],
+)
+def test_a_file_of_another_kind_costs_its_part_alone(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert said in "".join(parsed(write_report(tmp_path)[0]).words)
+
+
 def test_wrong_steps_are_listed(tmp_path: Path) -> None:
     spike = {"step": 7, "reasons": ["loss is nan"], "batches": [{"batch_idx": 3, "ids": ["a", "b"]}]}
     (tmp_path / "spikes").mkdir()

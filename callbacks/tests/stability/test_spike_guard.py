@@ -285,6 +285,22 @@ def test_infinite_gradients_under_a_scaler_are_the_scalers(tmp_path: Path) -> No
     assert guard.skipped_steps == 0
 
 
+def test_an_optimizer_without_a_learning_rate_is_guarded(tmp_path: Path) -> None:
+    class Signs(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:
+            return closure()
+
+    class Untuned(Scaled):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Signs(self.parameters(), {})
+
+    run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[SpikeGuard(warmup_steps=2)])
+    with pytest.warns(UserWarning, match="step 1: loss is nan"):
+        run.fit(Untuned(), rows([1.0, math.nan, 1.0]))
+    evidence = json.loads((tmp_path / "spikes" / "step00000001.rank0.json").read_text())
+    assert evidence["learning_rates"] == [None]
+
+
 def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     guard = SpikeGuard(warmup_steps=2, folder=tmp_path / "file" / "spikes")

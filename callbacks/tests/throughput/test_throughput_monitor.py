@@ -406,3 +406,8 @@ def test_a_run_whose_batches_cannot_be_counted_says_so() -> None:
         "throughput of 3 steps on 1 device: unknown, as batches hold no tensors; "
         "pass count=<function from batch to BatchCounts>"
     )
+
+
+def test_a_peak_of_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="peak='measured'.*: give 'datasheet', 'measure', or a number"):
+        ThroughputMonitor(peak="measured")  # type: ignore[arg-type]

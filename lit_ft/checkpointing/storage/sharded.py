@@ -183,7 +183,9 @@ def save_sharded(
         f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()
     }
     described: list[tuple[OptimizerState, list[str]]] = []
-    for number, (state, own) in enumerate(zip(checkpoint.get("optimizer_states", []), names, strict=True)):
+    has_optimizers = "optimizer_states" in checkpoint  # not with weights alone
+    named = zip(checkpoint["optimizer_states"], names, strict=True) if has_optimizers else ()
+    for number, (state, own) in enumerate(named):
         others: dict[int, dict[str, object]] = {}
         for index, values in state["state"].items():
             for key, value in values.items():
@@ -196,7 +198,8 @@ def save_sharded(
     rest = {**checkpoint, "state_dict": sorted({name for weights, _ in stages for name in weights})}
     of_optimizers = zip(*(described for _, described in stages), strict=True)
     joined = [merge_optimizer_states(parts, order or parts[0][1]) for parts in of_optimizers]
-    rest["optimizer_states"] = [{"state": state, "names": names} for state, names in joined]
+    if has_optimizers:
+        rest["optimizer_states"] = [{"state": state, "names": names} for state, names in joined]
     temporary = replacement.temporary_folder(path)
     with explain_failed_save(path):
         _start_anew(temporary)
@@ -293,7 +296,7 @@ def load_sharded(
     whole["optimizer_states"] = [
         select_optimizer_state(state, entry["names"], of_optimizer)
         for state, entry, of_optimizer in zip(
-            whole["optimizer_states"], rest["optimizer_states"], groups, strict=bool(groups)
+            whole["optimizer_states"], rest.get("optimizer_states", []), groups, strict=bool(groups)
         )
     ]
     return whole
@@ -331,7 +334,8 @@ def _keys(saved: dict[str, TensorStorageMetadata], optimizer: int, name: str) ->
 
 def _as_lightning(rest: Checkpoint, tensors: dict[str, Tensor]) -> Checkpoint:
     states = []
-    for number, entry in enumerate(rest["optimizer_states"]):
+    saved = rest.get("optimizer_states", [])
+    for number, entry in enumerate(saved):
         state = {index: dict(values) for index, values in entry["state"]["state"].items()}
         index_of = {name: index for index, name in enumerate(entry["names"])}
         for key, value in tensors.items():
@@ -340,5 +344,5 @@ def _as_lightning(rest: Checkpoint, tensors: dict[str, Tensor]) -> Checkpoint:
                 state.setdefault(index_of[name], {})[what] = value
         states.append({"state": state, "param_groups": entry["state"]["param_groups"]})
     weights = {key.removeprefix("weights/"): value for key, value in tensors.items() if key.startswith("weights/")}
-    names = [entry["names"] for entry in rest["optimizer_states"]]
+    names = [entry["names"] for entry in saved]
     return {**rest, "state_dict": weights, "optimizer_states": states, "optimizer_names": names}
