@@ -194,7 +194,7 @@ class ServedLM(TemplateLM):
     def _score(self, pair: tuple[list[int], list[int]]) -> tuple[float, bool]:
         prompt, answer = pair
         ids = [*prompt, *answer][-self.max_length :]
-        own, best = (values[-len(answer) :] for values in self._client.choices(self._model, ids))
+        own, best = (values[len(values) - len(answer) :] for values in self._client.choices(self._model, ids))
         return sum(own), all(one >= top for one, top in zip(own, best, strict=True))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
