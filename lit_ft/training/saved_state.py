@@ -22,6 +22,7 @@ from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.optimizers.configure import PATTERN, check_total_steps, follow_run
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions, check_same_schedule
 from lit_ft.tuning import lora_init, method_hooks
+from lit_ft.tuning.adapters import recorded_options
 from lit_ft.tuning.lora_init import LoraInitState
 
 _NO_OPTIONS = frozenset(("params", "param_names", "initial_lr", GIVEN))
@@ -94,6 +95,7 @@ class SavedState:
         self.buffers.warn_of_changes(self.forward.base)
         checkpoint["optimizer_names"] = self.optimizer_names
         checkpoint["method_state"] = method_hooks.state_of(self.forward.model)
+        checkpoint["method_options"] = recorded_options.options_of(self.forward.model)
         checkpoint["adapter_start"] = self.start
         checkpoint["base"] = self.base
         if self.module.device.type == "cpu":
@@ -112,6 +114,7 @@ class SavedState:
             RecipeError: the checkpoint is that of another model or optimizer, or the base has changed since.
         """
         lora_init.check_same(self.start, checkpoint.get("adapter_start"))
+        recorded_options.check_same(self.forward.model, checkpoint.get("method_options", {}))
         here = trainable_shapes(self.module)  # fewer than trains where other ranks hold some of the layers
         saved = shapes_of(checkpoint["state_dict"])
         check_fit({n: shape for n, shape in saved.items() if n in here or n not in self.shapes}, here)
