@@ -16,7 +16,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, tra
 from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import TRAINED
-from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
+from lit_ft.model.files.fingerprint import BaseForm, Fingerprint, check_same_base, check_same_form, warn_of_quantization
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.optimizers.configure import PATTERN, check_total_steps, follow_run
@@ -36,9 +36,14 @@ class SavedState:
     """
 
     def __init__(
-        self, module: LightningModule, forward: PackedForward, start: LoraInitState | None, base: Fingerprint | None
+        self,
+        module: LightningModule,
+        forward: PackedForward,
+        start: LoraInitState | None,
+        base: Fingerprint | None,
+        form: BaseForm,
     ) -> None:
-        self.module, self.forward, self.start, self.base = module, forward, start, base
+        self.module, self.forward, self.start, self.base, self.form = module, forward, start, base, form
         self.shapes = trainable_shapes(module)
         self.buffers = BufferWatch(forward.base)
         self.optimizer_names: list[list[str]] = []
@@ -98,6 +103,7 @@ class SavedState:
         checkpoint["method_options"] = recorded_options.options_of(self.forward.model)
         checkpoint["adapter_start"] = self.start
         checkpoint["base"] = self.base
+        checkpoint["base_form"] = self.form.plain()
         if self.module.device.type == "cpu":
             checkpoint["threads"] = torch.get_num_threads()
         if self.replay is not None:
@@ -120,8 +126,10 @@ class SavedState:
         check_fit({n: shape for n, shape in saved.items() if n in here or n not in self.shapes}, here)
         if "base" in checkpoint:
             check_same_base(checkpoint["base"], self.base, "the checkpoint")
+        check_same_form(checkpoint.get("base_form"), self.form)
         method_hooks.load_state(self.forward.model, checkpoint.get("method_state", {}))
         if trainer is not None:
+            warn_of_quantization(checkpoint.get("base_form"), self.form)
             _complete_average(checkpoint, {n: t for n, t in self.module.state_dict().items() if n not in self.shapes})
             states = checkpoint.get("optimizer_states") or [{}]
             groups = states[0].get("param_groups", [])
