@@ -337,6 +337,7 @@ def _of_adapters(
     resize_to_tokenizer(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
+    made_of = ", ".join(notes) + (f" ({combination})" if len(notes) > 1 else "")
     source = ", ".join(f"{adapter.weight:g} x {adapter.folder}" for adapter in adapters)
     form = replace(read_form(adapters[0].folder), config_overrides=base.config_overrides or {})
 
@@ -349,7 +350,7 @@ def _of_adapters(
             text_class=text_class(base.pretrained),
             method=wrapped.active_peft_config.peft_type.value,
             notes=[
-                *([f"Made of {', '.join(notes)} ({combination})."] if len(notes) > 1 else []),
+                *([f"Made of {made_of}."] if len(adapters) > 1 or adapters[0].weight != 1 else []),
                 *(notes_on_base(form) if kind == "adapter" else []),
             ],
             dtype=dtype_to_name(form),

@@ -168,6 +168,7 @@ def test_a_scaled_adapter_is_one_that_peft_loads(lit_ft: Any, base: Path, tmp_pa
     folder, _ = write_adapter(tmp_path / "one", base, lora(**options), 0)
     lit_ft("export", "--adapter", f"{folder}=-0.5", "--out", tmp_path / "scaled")
     lit_ft("export", "--adapter", f"{folder}=-0.5", "--out", tmp_path / "merged", "--merge")
+    assert f"Made of -0.5 x `{folder}`." in (tmp_path / "scaled" / "README.md").read_text()
     plain = AutoModelForCausalLM.from_pretrained(base)
     scaled = peft.PeftModel.from_pretrained(plain, tmp_path / "scaled")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
