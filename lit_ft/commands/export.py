@@ -24,6 +24,7 @@ from lit_ft.export.adapter_folders import (
     about_base,
     base_of,
     check_base_config,
+    check_combinable,
     check_combination,
     check_unchanged,
     load_adapters,
@@ -49,6 +50,7 @@ from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.run.output_place import writable
 from lit_ft.training.console import show_progress_on_terminals_only
 from lit_ft.tuning.compatibility import check_situation
+from lit_ft.tuning.targets import biases
 
 Check = Callable[[ModelSpec, Sequence[PeftConfig | None]], None]
 """Check of a base model and its adapters, before weights are read; None stands for full fine-tuning."""
@@ -154,8 +156,10 @@ def export(
         if gguf_adapter:
             exported.save_gguf_adapter(destination, gguf)
         elif gguf:
+            biases.check_merged(exported.model)
             exported.save_gguf(destination, gguf, quantized_base)
         elif merge:
+            biases.check_merged(exported.model)
             exported.save_merged(destination, dtype, quantized_base, text_only)
         else:
             exported.save_adapter(destination)
@@ -323,6 +327,7 @@ def _of_adapters(
     with about_base(adapters[0], named) if folder is None else nullcontext():
         check_base_config(base, adapters[0])
         check(base, [adapter.config for adapter in adapters])
+        check_combinable(adapters, combination)
         check_unchanged(Path(base.pretrained).expanduser())
         tokenizer, now = base.tokenizer, base.fingerprint()
         for adapter in adapters:
@@ -332,6 +337,7 @@ def _of_adapters(
     resize_to_tokenizer(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
+    made_of = ", ".join(notes) + (f" ({combination})" if len(notes) > 1 else "")
     source = ", ".join(f"{adapter.weight:g} x {adapter.folder}" for adapter in adapters)
     form = replace(read_form(adapters[0].folder), config_overrides=base.config_overrides or {})
 
@@ -344,7 +350,7 @@ def _of_adapters(
             text_class=text_class(base.pretrained),
             method=wrapped.active_peft_config.peft_type.value,
             notes=[
-                *([f"Made of {', '.join(notes)} ({combination})."] if len(notes) > 1 else []),
+                *([f"Made of {made_of}."] if len(adapters) > 1 or adapters[0].weight != 1 else []),
                 *(notes_on_base(form) if kind == "adapter" else []),
             ],
             dtype=dtype_to_name(form),

@@ -15,7 +15,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.model.config.positions import check_positions
-from lit_ft.model.files.fingerprint import check_same_base
+from lit_ft.model.files.fingerprint import check_same_base, check_same_form
 from lit_ft.model.isolation import architectures
 from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
@@ -29,6 +29,7 @@ from lit_ft.training.optimizers.configure import check_total_steps, try_out
 from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
 from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 from lit_ft.tuning import wrapping
+from lit_ft.tuning.adapters import recorded_options
 from lit_ft.tuning.compatibility import check_situation
 from lit_ft.tuning.targets import biases
 
@@ -104,6 +105,8 @@ class FirstChecks:
                 shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
                 check_fit(saved_shapes(self._checkpoint), shapes)
             check_same_base(saved_value(self._checkpoint, "base"), model.base_fingerprint, "the checkpoint")
+            check_same_form(saved_value(self._checkpoint, "base_form"), model.spec.base.form())
+            recorded_options.check_same(skeleton, saved_value(self._checkpoint, "method_options") or {})
         return skeleton
 
     def _try_optimizer(self, skeleton: nn.Module) -> Schedule | None:

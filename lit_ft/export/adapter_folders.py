@@ -2,16 +2,18 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.atomic_folder import put_back
 from lit_callbacks.export.manifest import ManifestError, read_manifest, verify_manifest
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError, base_may_have_moved, explained, option_called
@@ -252,17 +254,15 @@ def load_adapters(
 
     Args:
         base: base model with weights.
-        adapters: adapters with their weights; a single one of weight 1 is loaded unchanged.
+        adapters: adapters with their weights, which ``check_combinable`` has accepted.
         combination: method that combines several adapters.
         density: fraction of an adapter's weights that ties, dare and magnitude_prune keep.
 
     Raises:
         RecipeError: the adapters cannot be combined.
     """
-    if len(adapters) == 1 and adapters[0].weight == 1:
-        return PeftModel.from_pretrained(base, str(adapters[0].folder))
-    for adapter in adapters:
-        check_situation(adapter.config, "combined", option=f"adapter={str(adapter.folder)!r}")
+    if len(adapters) == 1:
+        return _scaled(PeftModel.from_pretrained(base, str(adapters[0].folder)), adapters[0])
     names = [f"given{number}" for number in range(len(adapters))]
     model = PeftModel.from_pretrained(base, str(adapters[0].folder), adapter_name=names[0])
     for name, adapter in zip(names[1:], adapters[1:], strict=True):
@@ -282,6 +282,40 @@ def load_adapters(
     exact = "the weighted sum exactly" if combination == "cat" else "not the weighted sum exactly, as cat is"
     rank_zero_info(f"{summands} -> one adapter of rank {rank} ({combination}: {exact})")
     return model
+
+
+@torch.no_grad()
+def _scaled(model: PeftModel, adapter: Adapter) -> PeftModel:
+    """Multiply what an adapter adds by its weight.
+
+    In the factors B: PEFT's ``add_weighted_adapter`` writes a config with one rank for all layers.
+    """
+    if adapter.weight == 1:
+        return model
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for factor in (*module.lora_B.parameters(), *module.lora_embedding_B.parameters()):
+                factor.mul_(adapter.weight)
+    rank_zero_info(f"{adapter.weight:g} x {adapter.folder}: its factors B are multiplied by {adapter.weight:g}")
+    return model
+
+
+def check_combinable(adapters: Sequence[Adapter], combination: Combination = "cat") -> None:
+    """Refuse adapters that cannot be weighted, or combined by a method, before weights are read.
+
+    Raises:
+        RecipeError: they cannot.
+    """
+    if len(adapters) == 1 and adapters[0].weight == 1:
+        return
+    for adapter in adapters:
+        config = adapter.config
+        check_situation(config, "combined", option=f"adapter={str(adapter.folder)!r}")
+        if len(adapters) > 1 and combination != "cat" and not combination.endswith("svd") and config.rank_pattern:
+            raise RecipeError(
+                f"combination={combination} takes one rank for all layers, and adapter={str(adapter.folder)!r} has "
+                f"rank_pattern={json.dumps(config.rank_pattern)}; take cat or svd"
+            )
 
 
 def check_combination(combination: Combination, density: float | None) -> None:

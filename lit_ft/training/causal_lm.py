@@ -203,7 +203,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
             self.expert_notes = experts.describe(self._packed.base, self.spec.router_aux_loss is not None)
             if not self.spec.compile and not self.spec.cuda_graphs:  # which have no place for hooks
                 self.train_metrics.expert_load = ExpertLoad.of(self._packed.base)
-            self._state = SavedState(self, self._packed, self.start, self.base_fingerprint)
+            form = self.spec.base.form()
+            self._state = SavedState(self, self._packed, self.start, self.base_fingerprint, form)
 
     def _device_of_run(self) -> torch.device | None:
         return None if self._trainer is None else self._trainer.strategy.root_device

@@ -16,12 +16,13 @@ from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, tra
 from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import TRAINED
-from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
+from lit_ft.model.files.fingerprint import BaseForm, Fingerprint, check_same_base, check_same_form, warn_of_quantization
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.optimizers.configure import PATTERN, check_total_steps, follow_run
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions, check_same_schedule
 from lit_ft.tuning import lora_init, method_hooks
+from lit_ft.tuning.adapters import recorded_options
 from lit_ft.tuning.lora_init import LoraInitState
 
 _NO_OPTIONS = frozenset(("params", "param_names", "initial_lr", GIVEN))
@@ -35,9 +36,14 @@ class SavedState:
     """
 
     def __init__(
-        self, module: LightningModule, forward: PackedForward, start: LoraInitState | None, base: Fingerprint | None
+        self,
+        module: LightningModule,
+        forward: PackedForward,
+        start: LoraInitState | None,
+        base: Fingerprint | None,
+        form: BaseForm,
     ) -> None:
-        self.module, self.forward, self.start, self.base = module, forward, start, base
+        self.module, self.forward, self.start, self.base, self.form = module, forward, start, base, form
         self.shapes = trainable_shapes(module)
         self.buffers = BufferWatch(forward.base)
         self.optimizer_names: list[list[str]] = []
@@ -94,8 +100,10 @@ class SavedState:
         self.buffers.warn_of_changes(self.forward.base)
         checkpoint["optimizer_names"] = self.optimizer_names
         checkpoint["method_state"] = method_hooks.state_of(self.forward.model)
+        checkpoint["method_options"] = recorded_options.options_of(self.forward.model)
         checkpoint["adapter_start"] = self.start
         checkpoint["base"] = self.base
+        checkpoint["base_form"] = self.form.plain()
         if self.module.device.type == "cpu":
             checkpoint["threads"] = torch.get_num_threads()
         if self.replay is not None:
@@ -112,13 +120,16 @@ class SavedState:
             RecipeError: the checkpoint is that of another model or optimizer, or the base has changed since.
         """
         lora_init.check_same(self.start, checkpoint.get("adapter_start"))
+        recorded_options.check_same(self.forward.model, checkpoint.get("method_options", {}))
         here = trainable_shapes(self.module)  # fewer than trains where other ranks hold some of the layers
         saved = shapes_of(checkpoint["state_dict"])
         check_fit({n: shape for n, shape in saved.items() if n in here or n not in self.shapes}, here)
         if "base" in checkpoint:
             check_same_base(checkpoint["base"], self.base, "the checkpoint")
+        check_same_form(checkpoint.get("base_form"), self.form)
         method_hooks.load_state(self.forward.model, checkpoint.get("method_state", {}))
         if trainer is not None:
+            warn_of_quantization(checkpoint.get("base_form"), self.form)
             _complete_average(checkpoint, {n: t for n, t in self.module.state_dict().items() if n not in self.shapes})
             states = checkpoint.get("optimizer_states") or [{}]
             groups = states[0].get("param_groups", [])

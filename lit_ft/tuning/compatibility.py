@@ -172,6 +172,9 @@ METHODS: Sequence[MethodSupport] = (
     ),
     _row("trainable_token_indices", _TOKENS),
     _row("modules_to_save", only=("combined",), combined=_NOT_COMBINED),
+    _row(
+        "lora_bias", only=("combined",), combined="trains biases of factors, which PEFT leaves out of a sum (peft 0.21)"
+    ),
     _row("bias", values=("all", "lora_only"), only=("combined",), combined=_NOT_COMBINED),
     _row(
         "alora_invocation_tokens", packed="has to find its tokens in each sample of a packed batch, which PEFT does not"

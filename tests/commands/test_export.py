@@ -156,6 +156,48 @@ def test_one_adapter_is_picked_or_scaled(lit_ft: Any, base: Path, tmp_path: Path
             torch.testing.assert_close(merged[name], before[name] + weight * delta[name], atol=1e-6, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+        {"use_rslora": True, "target_modules": ["embed_tokens"]},
+    ],
+    ids=["ranks by layer", "embedding"],
+)
+def test_a_scaled_adapter_is_one_that_peft_loads(lit_ft: Any, base: Path, tmp_path: Path, options: Any) -> None:
+    folder, _ = write_adapter(tmp_path / "one", base, lora(**options), 0)
+    lit_ft("export", "--adapter", f"{folder}=-0.5", "--out", tmp_path / "scaled")
+    lit_ft("export", "--adapter", f"{folder}=-0.5", "--out", tmp_path / "merged", "--merge")
+    assert f"Made of -0.5 x `{folder}`." in (tmp_path / "scaled" / "README.md").read_text()
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    scaled = peft.PeftModel.from_pretrained(plain, tmp_path / "scaled")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(scaled), logits(merged), atol=2e-5, rtol=1e-5)
+    with scaled.disable_adapter():
+        assert not torch.allclose(logits(scaled), logits(merged), atol=1e-2)
+
+
+def test_a_bias_that_has_no_place_in_a_merged_model_is_refused(lit_ft: Any, base: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "one", tmp_path / "merged"
+    config = lora(lora_bias=True, target_modules=["q_proj", "o_proj"])
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
+    said = lit_ft("export", "--adapter", folder, "--out", out, "--merge", code=2)
+    assert "lora_bias=true trains biases, and model.layers.0.self_attn.o_proj has none to add them to" in said
+    assert not out.exists()
+
+
+def test_adapters_that_peft_would_combine_in_part_are_refused(lit_ft: Any, base: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "bias", base, lora(lora_bias=True), 0)
+    write_adapter(tmp_path / "ranks", base, lora(rank_pattern={"q_proj": 2}), 0)
+    said = lit_ft("export", "--adapter", f"{tmp_path / 'bias'}=0.5", "--out", tmp_path / "no", code=2)
+    assert "lora_bias=True trains biases of factors, which PEFT leaves out of a sum" in said
+    two = ["--adapter", f"{tmp_path / 'ranks'}", "--adapter", f"{tmp_path / 'ranks'}=0.5"]
+    said = lit_ft("export", *two, "--combination", "linear", "--out", tmp_path / "no", code=2)
+    assert "combination=linear takes one rank for all layers" in said
+    assert "take cat or svd" in said
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize("combination", ["linear", "svd", "ties", "dare_linear", "magnitude_prune", "dare_ties_svd"])
 def test_other_combinations(lit_ft: Any, base: Path, tmp_path: Path, combination: str) -> None:
     for number in range(2):

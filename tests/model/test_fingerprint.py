@@ -13,7 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.model.files.fingerprint import check_same_base, fingerprint, read_fingerprint
+from lit_ft.model.files.fingerprint import (
+    BaseForm,
+    check_same_base,
+    check_same_form,
+    fingerprint,
+    read_fingerprint,
+    warn_of_quantization,
+)
 
 
 @pytest.fixture
@@ -129,3 +136,26 @@ def test_what_records_no_base_is_said(model_folder: str, caplog: pytest.LogCaptu
     caplog.set_level("INFO", "lightning.pytorch")
     check_same_base(None, fingerprint(model_folder), "the checkpoint")
     assert "the checkpoint does not record its base: not compared with" in caplog.text
+
+
+@pytest.mark.parametrize("method", [lora(), None], ids=["LoRA", "full"])
+def test_a_run_is_not_resumed_with_other_values_of_the_config(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: LoraConfig | None
+) -> None:
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(CausalLM(model_folder, peft=method), TextDataModule(write_rows()))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    again = CausalLM(model_folder, peft=method, config_overrides=rope)
+    with pytest.raises(RecipeError, match="was trained with model.config_overrides={}, and the recipe has"):
+        make_trainer(max_steps=2).fit(again, TextDataModule(write_rows()), ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_the_form_of_a_base_in_a_checkpoint() -> None:
+    now = BaseForm("float32", {"rope_theta": 5}, None)
+    check_same_form(None, now)  # an earlier version wrote none
+    check_same_form(now.plain(), now)
+    with pytest.raises(RecipeError, match="trained with model.config_overrides={}, and the recipe has"):
+        check_same_form(BaseForm("float32", {}).plain(), now)
+    with pytest.warns(UserWarning, match="the base is not quantized, and was quantized by bitsandbytes"):
+        warn_of_quantization(BaseForm("float32", {}, "bitsandbytes").plain(), now)

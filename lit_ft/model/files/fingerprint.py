@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, TypedDict
+from typing import IO, Any, Literal, TypedDict
 
 from huggingface_hub import try_to_load_from_cache
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_ft.errors import RecipeError, explained
 from lit_ft.model.files.size_check import weight_files
@@ -107,6 +107,41 @@ class BaseForm:
     """As ``model.config_overrides``, empty for none; None where they are not recorded."""
     quantization: str | None = None
     """Method by which the recipe quantized it, e.g. ``bitsandbytes``; None where it did not."""
+
+    def plain(self) -> dict[str, Any]:
+        """Fields by name, as JSON has them, for checkpoints."""
+        return dict(json.loads(json.dumps(vars(self), default=dict)))
+
+
+def check_same_form(recorded: Mapping[str, Any] | None, now: BaseForm) -> None:
+    """Refuse a checkpoint whose base was read with other values of its config.
+
+    Args:
+        recorded: form in a checkpoint, by ``BaseForm.plain``; None in those of earlier versions, which pass.
+        now: form in which the recipe reads the base.
+
+    Raises:
+        RecipeError: the values differ.
+    """
+    own = now.plain()["config_overrides"] or {}
+    if recorded is not None and (trained := recorded["config_overrides"] or {}) != own:
+        raise RecipeError(
+            f"the checkpoint was trained with model.config_overrides={json.dumps(trained)}, and the recipe has "
+            f"{json.dumps(own)}, with which the same weights compute something else; resume with those of the "
+            "checkpoint"
+        )
+
+
+def warn_of_quantization(recorded: Mapping[str, Any] | None, now: BaseForm) -> None:
+    """Warn where a run goes on with a base that is quantized otherwise; the arguments are as ``check_same_form``'s."""
+    if recorded is not None and recorded["quantization"] != now.quantization:
+        before, after = (
+            f"quantized by {one}" if one else "not quantized" for one in (recorded["quantization"], now.quantization)
+        )
+        rank_zero_warn(
+            f"model.quantization: the base is {after}, and was {before} up to the checkpoint: the adapter goes on, and "
+            "its losses are those of another base"
+        )
 
 
 def write_fingerprint(base: Fingerprint, folder: Path, form: BaseForm) -> None:
