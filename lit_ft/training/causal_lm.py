@@ -39,6 +39,7 @@ from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers, match_options
+from lit_ft.training.optimizers.lost_steps import warn_of_lost_steps
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
@@ -261,6 +262,9 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         tensors.warn_of_rounded(self._packed.base)
         groups = self.lr_factors, self.no_weight_decay
         made = configure_optimizers(self, self.optimizer, self.lr_scheduler, *groups, self._state.shapes)
+        warn_of_lost_steps(
+            made if isinstance(made, torch.optim.Optimizer) else made["optimizer"], self.trainer.strategy
+        )
         if isinstance(made, torch.optim.Optimizer):
             self._state.name_parameters(made)
         else:

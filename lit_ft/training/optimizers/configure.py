@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from lit_callbacks.distributed.gather import full_shape
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import nn
@@ -81,16 +81,24 @@ def configure_optimizers(
         rank_zero_info(note)
     if not isinstance(scheduler, WarmupSchedule):
         metric = scheduler.monitor if isinstance(scheduler, ReadsMetric) else None
+        every = _epochs_between_values(metric, module)
+        often = "once per epoch" if every in (None, 1) else f"every {every} epochs"
         rank_zero_info(
-            f"lr_scheduler: {type(scheduler).__name__} steps once per epoch; those of lit_ft.schedules once per "
-            "optimizer step"
+            f"lr_scheduler: {type(scheduler).__name__} steps {often}; those of lit_ft.schedules once per optimizer step"
         )
-        return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "monitor": metric}}
+        # Where validations are counted over epochs, the first epochs may have no value: not strict.
+        config: LRSchedulerConfigType = {"scheduler": scheduler, "monitor": metric, "frequency": every or 1}
+        return {"optimizer": built, "lr_scheduler": {**config, "strict": every is not None}}
     if scheduler.total_steps is None:
         scheduler.total_steps = _length(module.trainer, type(scheduler).__name__)
         if (warning := scheduler.warning) is not None:
             rank_zero_warn(warning)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _epochs_between_values(metric: str | None, module: LightningModule) -> int | None:
+    """Epochs from one value of a schedule's metric to the next; None where no number of epochs tells."""
+    return module.trainer.check_val_every_n_epoch if metric is not None and metric.startswith("val/") else 1
 
 
 def describe_own_rates(scheduler: object, given: Sequence[float], optimizer: Optimizer) -> str | None:
