@@ -23,7 +23,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import MayStream
-from lit_ft.training.optimizers.schedules import WarmupSchedule
+from lit_ft.training.optimizers.schedules import DecayingSchedule, WarmupSchedule
 
 MATRICES = "matrices"
 """Key of a parameter group: True for weight matrices of hidden layers, False for all other weights."""
@@ -91,8 +91,15 @@ def configure_optimizers(
         return {"optimizer": built, "lr_scheduler": {**config, "strict": every is not None}}
     if scheduler.total_steps is None:
         scheduler.total_steps = _length(module.trainer, type(scheduler).__name__)
-        if (warning := scheduler.warning) is not None:
-            rank_zero_warn(warning)
+    elif isinstance(scheduler, DecayingSchedule) and scheduler.total_steps < (
+        steps := _known_length(module.trainer) or 0
+    ):
+        rank_zero_warn(
+            f"lr_scheduler.total_steps={scheduler.total_steps:,} is less than the run's {steps:,} optimizer steps, the "
+            "last of which keep its last learning rate; leave it out for the length of the run"
+        )
+    if (warning := scheduler.warning) is not None:
+        rank_zero_warn(warning)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
@@ -202,16 +209,21 @@ def _end_weight_decay(optimizer: Optimizer) -> None:
 
 def _length(trainer: Trainer, schedule: str) -> int:
     """Optimizer steps of a run; one whose length is not known is refused."""
+    if (steps := _known_length(trainer)) is None:
+        raise RecipeError(
+            f"{schedule} needs the run's length; set trainer.max_steps, or max_epochs where the data has a length"
+        )
+    return steps
+
+
+def _known_length(trainer: Trainer) -> int | None:
+    """Optimizer steps of a run; None where its length is not known."""
     # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
     data = datamodule_of(trainer)
     is_stream = isinstance(data, MayStream) and data.streaming
     has_no_length = trainer.max_epochs == -1 or is_stream
     steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
-    if math.isinf(steps) or steps < 0:
-        raise RecipeError(
-            f"{schedule} needs the run's length; set trainer.max_steps, or max_epochs where the data has a length"
-        )
-    return int(steps)
+    return None if math.isinf(steps) or steps < 0 else int(steps)
 
 
 def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool) -> Optimizer:
