@@ -24,6 +24,7 @@ from lit_ft import process
 from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
+from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import place_logged_values
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
@@ -185,6 +186,9 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         Raises:
             RecipeError: config, tokenizer or tuning method do not fit.
         """
+        for name in ("init_rows", "max_new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise RecipeError(f"model.{name}={value} must be 1 or more")
         skeleton = self.spec.check(self.start, self._device_of_run())
         trains = [f"model.{name}" for name, p in skeleton.named_parameters() if p.requires_grad]
         match_options(trains, self.lr_factors, self.no_weight_decay)

@@ -188,8 +188,14 @@ def match_options(
     """Pattern of the learning rate's factor by name of weight, and the names of weights that do not decay.
 
     Raises:
-        RecipeError: a pattern is not a regular expression, or matches no name.
+        RecipeError: a pattern is not a regular expression, or matches no name, or a factor is not above 0.
     """
+    for pattern, factor in lr_factors.items():
+        if not 0 < factor < math.inf:
+            raise RecipeError(
+                f"model.lr_factors: {pattern}: {factor:g} must be a number above 0; weights that are not to train are "
+                "left out of model.trainable"
+            )
     undecayed = matching(no_weight_decay, names, "model.no_weight_decay")
     return matching(lr_factors, names, "model.lr_factors"), frozenset(undecayed)
 
