@@ -188,14 +188,11 @@ def match_options(
     """Pattern of the learning rate's factor by name of weight, and the names of weights that do not decay.
 
     Raises:
-        RecipeError: a pattern is not a regular expression, or matches no name, or a factor is not above 0.
+        RecipeError: a pattern is not a regular expression, or matches no name, or a factor is below 0.
     """
     for pattern, factor in lr_factors.items():
-        if not 0 < factor < math.inf:
-            raise RecipeError(
-                f"model.lr_factors: {pattern}: {factor:g} must be a number above 0; weights that are not to train are "
-                "left out of model.trainable"
-            )
+        if not 0 <= factor < math.inf:
+            raise RecipeError(f"model.lr_factors: {pattern}: {factor:g} must be a number of 0 or more, e.g. 0.1")
     undecayed = matching(no_weight_decay, names, "model.no_weight_decay")
     return matching(lr_factors, names, "model.lr_factors"), frozenset(undecayed)
 
