@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_ft.balanced_partition import split_evenly
+from lit_ft.errors import RecipeError
 
 IGNORE_INDEX = -100
 """Label of a token that is not supervised, the default ``ignore_index`` of ``torch.nn.CrossEntropyLoss``."""
@@ -152,6 +153,11 @@ def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
     if "segment_lengths" in batch:
         return cast(PackedBatch, batch)
     padded = cast(Mapping[str, Tensor], batch)
+    if missing := [name for name in ("input_ids", "labels") if name not in padded]:
+        raise RecipeError(
+            f"data: a batch has no {missing[0]!r} (it has {', '.join(map(repr, padded)) or 'nothing'}); CausalLM takes "
+            "input_ids and labels, -100 where nothing is supervised, and attention_mask where it is padded"
+        )
     return from_padded(padded["input_ids"], padded["labels"], padded.get("attention_mask"))
 
 

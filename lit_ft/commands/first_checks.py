@@ -19,7 +19,7 @@ from lit_ft.model.files.fingerprint import check_same_base, check_same_form
 from lit_ft.model.isolation import architectures
 from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
-from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, log_own_metrics
+from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, log_own_metrics, losses_of_sources
 from lit_ft.recipe.checks import allow_one_loader
 from lit_ft.run import predictions
 from lit_ft.run.launching import is_rank_zero
@@ -128,8 +128,9 @@ class FirstChecks:
         has_data = self.data.splits.validates if isinstance(self.data, TextDataModule) else True
         validates = bool(has_data and self.options.trainer.limit_val_batches != 0)
         logs_more = log_own_metrics([model, *self.callbacks])
-        check_callbacks(self.callbacks, validates, logs_more)
-        check_schedule(schedule, validates, logs_more)
+        losses = losses_of_sources(self.data) if isinstance(self.data, TextDataModule) else None
+        check_callbacks(self.callbacks, validates, logs_more, losses)
+        check_schedule(schedule, validates, logs_more, losses)
         check_total_steps(schedule, self.trainer)
 
     def _check_data(self, data: TextDataModule, model: LightningModule) -> None:

@@ -73,6 +73,19 @@ def check_exclusive(**options: object) -> None:
         raise RecipeError(f"{' and '.join(given)} exclude each other; keep one")
 
 
+def check_no_weights(sources: Sequence[Source], option: str) -> None:
+    """Refuse weights of sources that are not mixed.
+
+    Raises:
+        RecipeError: a source has one.
+    """
+    if (weighted := next((one for one in sources if one.weight is not None), None)) is not None:
+        raise RecipeError(
+            f"{option}: weight={weighted.weight:g} of {weighted.title!r} has no effect, as a validation takes every "
+            "sample once; leave it out, or shorten the source with max_rows"
+        )
+
+
 def sources_of(
     path: str | None,
     sources: Sequence[Source | Mapping[str, Any]] | None,

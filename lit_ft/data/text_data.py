@@ -21,7 +21,7 @@ from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, batch_geo
 from lit_ft.data.loaders.mixing import Strategy, check_weights
 from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
-from lit_ft.data.option_checks import check_exclusive, check_numbers, check_system, sources_of
+from lit_ft.data.option_checks import check_exclusive, check_no_weights, check_numbers, check_system, sources_of
 from lit_ft.data.splits import DataSplits
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName, Source
@@ -132,6 +132,7 @@ class TextDataModule(LightningDataModule):
             )
         given = {"train": (path, sources), "val": (val_path, val_sources), "test": (test_path, None)}
         read = {split: sources_of(*one, format, columns) for split, one in given.items()}
+        check_no_weights(read["val"], "data.val_sources")
         named = {split for split, (_, several) in given.items() if several is not None}
         named |= {"val"} if sources and val_fraction else set()
         preparation = Preparation(

@@ -18,7 +18,7 @@ from lit_ft.export.folder_texts import generation_texts
 from lit_ft.gguf import WeightType
 from lit_ft.gguf.architectures import Family, context_length, family_of
 from lit_ft.gguf.llama_server import has_llama
-from lit_ft.gguf.ollama import modelfile
+from lit_ft.gguf.ollama import modelfile, ollama_name
 from lit_ft.gguf.verification import check_tensors, check_with_llama
 from lit_ft.gguf.vocabulary import special_tokens_of, vocabulary_of
 from lit_ft.gguf.weights import ModelWeights
@@ -207,7 +207,7 @@ def _write_texts(folder: Path, name: str, model: HuggingFaceModel, file: str | N
     options = f"-m {file or 'base.gguf'}" + (f" --lora {adapter}" if adapter else "")
     lines = (
         *(f"# {name}", "", "With llama.cpp:", "", f"    llama-server {options} --jinja", ""),
-        *("With Ollama (not run when this was written):", "", f"    ollama create {name.lower()} -f Modelfile"),
-        f"    ollama run {name.lower()}",
+        *("With Ollama (not run when this was written):", "", f"    ollama create {ollama_name(name)} -f Modelfile"),
+        f"    ollama run {ollama_name(name)}",
     )
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

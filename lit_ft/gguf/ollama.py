@@ -1,5 +1,6 @@
 """Ollama's Modelfile: files, stop strings, and the chat template if its equivalent in Go is known."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ GO_TEMPLATES = (
     ),
 )
 """Chat templates that are known in both languages."""
+
+
+def ollama_name(name: str) -> str:
+    """Name of a model as Ollama allows it: Latin letters, digits, ``.``, ``_`` and ``-``, the last three within."""
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-") or "model"
 
 
 def modelfile(model: str | None, adapter: str | None, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> str:

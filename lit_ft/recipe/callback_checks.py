@@ -38,13 +38,19 @@ def log_own_metrics(parts: Iterable[object]) -> bool:
     return not all(is_allowed(type(part).__module__) for part in parts)
 
 
-def check_callbacks(callbacks: Sequence[Callback], has_validation: bool, logs_more: bool = False) -> None:
+def check_callbacks(
+    callbacks: Sequence[Callback],
+    has_validation: bool,
+    logs_more: bool = False,
+    source_losses: Sequence[str] | None = None,
+) -> None:
     """Refuse callbacks that would end the run at their first look, or take another place than the recipe's.
 
     Args:
         callbacks: callbacks of the trainer.
         has_validation: whether there is validation data, and the trainer looks at it.
         logs_more: whether ``log_own_metrics`` holds of the recipe.
+        source_losses: names of the losses of sources; None where they are not known.
 
     Raises:
         RecipeError: a metric that ``CausalLM`` does not log is monitored, a file name would be a folder, or a
@@ -63,12 +69,12 @@ def check_callbacks(callbacks: Sequence[Callback], has_validation: bool, logs_mo
         if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor is not None:
             who = f"trainer.callbacks: {type(callback).__name__}"
             if not (isinstance(callback, ModelCheckpoint) and callback.monitor in POSITIONS):
-                check_monitor(callback.monitor, f"{who} monitors", has_validation, logs_more)
+                check_monitor(callback.monitor, f"{who} monitors", has_validation, logs_more, source_losses)
             _check_mode(callback.monitor, callback.mode, who)
         if isinstance(callback, ModelCheckpoint) and callback.filename:
             if callback.auto_insert_metric_name:
                 _check_filename(callback.filename)
-            _check_fields(callback.filename, has_validation, logs_more)
+            _check_fields(callback.filename, has_validation, logs_more, source_losses)
 
 
 _REFUSED: dict[type[Callback], str] = {
@@ -81,19 +87,23 @@ _REFUSED: dict[type[Callback], str] = {
 }
 
 
-def check_schedule(schedule: object, has_validation: bool, logs_more: bool = False) -> None:
+def check_schedule(
+    schedule: object, has_validation: bool, logs_more: bool = False, source_losses: Sequence[str] | None = None
+) -> None:
     """Refuse a ``ReduceLROnPlateau`` that would end the run at the end of its first epoch.
 
     Args:
         schedule: learning-rate schedule of the recipe, or None.
         has_validation: whether there is validation data, and the trainer looks at it.
         logs_more: whether ``log_own_metrics`` holds of the recipe.
+        source_losses: names of the losses of sources; None where they are not known.
 
     Raises:
         RecipeError: it names no metric, or one that ``CausalLM`` does not log.
     """
     if isinstance(schedule, ReduceLROnPlateau):
-        check_monitor(schedule.monitor, "lr_scheduler: ReduceLROnPlateau reads", has_validation, logs_more)
+        who = "lr_scheduler: ReduceLROnPlateau reads"
+        check_monitor(schedule.monitor, who, has_validation, logs_more, source_losses)
     elif isinstance(schedule, PlainReduceLROnPlateau):
         raise RecipeError(
             "lr_scheduler: torch's ReduceLROnPlateau names no metric; write lightning.pytorch.cli.ReduceLROnPlateau "
@@ -101,7 +111,9 @@ def check_schedule(schedule: object, has_validation: bool, logs_more: bool = Fal
         )
 
 
-def check_monitor(monitor: str, who: str, has_validation: bool, logs_more: bool) -> None:
+def check_monitor(
+    monitor: str, who: str, has_validation: bool, logs_more: bool, source_losses: Sequence[str] | None = None
+) -> None:
     """Refuse the name of a metric that ``CausalLM`` does not log.
 
     Args:
@@ -109,18 +121,20 @@ def check_monitor(monitor: str, who: str, has_validation: bool, logs_more: bool)
         who: who reads it, and how, for the message.
         has_validation: whether there is validation data, and the trainer looks at it.
         logs_more: whether ``log_own_metrics`` holds of the recipe.
+        source_losses: names of the losses of sources; None where they are not known.
 
     Raises:
         RecipeError: it is not logged.
     """
-    known = [name for split in ("train", "val") for name in metric_names(split)]
+    known = [*(name for split in ("train", "val") for name in metric_names(split)), *(source_losses or ())]
     split, _, rest = monitor.partition("/")
     if split == "val" and not has_validation:
         raise RecipeError(
             f"{who} {monitor!r}, and there is no validation; set data.val_path or data.val_fraction, or take train/loss"
         )
     # Losses of sources, and what other callbacks and modules log, have names of their own.
-    if logs_more or monitor in known or rest.startswith("loss/") or (rest and split not in ("train", "val")):
+    may_be_of_source = source_losses is None and rest.startswith("loss/")
+    if logs_more or monitor in known or may_be_of_source or (rest and split not in ("train", "val")):
         return
     near = get_close_matches(monitor, known, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]!r}? " if near else ""
@@ -128,6 +142,11 @@ def check_monitor(monitor: str, who: str, has_validation: bool, logs_more: bool)
         f"{who} {monitor!r}, which is not logged; {advice}"
         f"There are {', '.join(name for name in known if has_validation or not name.startswith('val'))}"
     )
+
+
+def losses_of_sources(data: TextDataModule) -> list[str]:
+    """Names of the losses of sources that ``CausalLM`` logs with this data."""
+    return [f"{split}/loss/{name}" for split in ("train", "val") for name in data.splits.names(split)]
 
 
 _BETTER = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
@@ -142,7 +161,7 @@ def _check_mode(monitor: str, mode: str, who: str) -> None:
         raise RecipeError(f"{who} takes the worst {monitor} for the best with mode={mode}; set mode: {better}")
 
 
-def _check_fields(filename: str, has_validation: bool, logs_more: bool) -> None:
+def _check_fields(filename: str, has_validation: bool, logs_more: bool, source_losses: Sequence[str] | None) -> None:
     """Refuse a name of a checkpoint that cannot be filled in: Lightning would fail at the first one, or write 0."""
     try:
         names = [name for _, name, _, _ in Formatter().parse(filename) if name is not None]
@@ -154,7 +173,7 @@ def _check_fields(filename: str, has_validation: bool, logs_more: bool) -> None:
     for name in names:
         if name not in POSITIONS:
             who = f"trainer.callbacks: ModelCheckpoint's filename {filename!r} names"
-            check_monitor(name, who, has_validation, logs_more)
+            check_monitor(name, who, has_validation, logs_more, source_losses)
 
 
 def _check_filename(filename: str) -> None:

@@ -75,6 +75,11 @@ def _check_numbers(trainer: Namespace) -> None:
         raise RecipeError(
             f"trainer.val_check_interval={interval} must be above 0; for no validation set trainer.limit_val_batches=0"
         )
+    if (algorithm := trainer.get("gradient_clip_algorithm")) is not None and not trainer.get("gradient_clip_val"):
+        raise RecipeError(
+            f"trainer.gradient_clip_algorithm={algorithm} clips nothing without trainer.gradient_clip_val; give it, "
+            "e.g. 1.0, or leave both out"
+        )
     if (folder := trainer.get("default_root_dir")) is not None:
         raise RecipeError(f"trainer.default_root_dir={folder}: a run's files are in run_dir; write run_dir: {folder}")
     if trainer.get("barebones"):

@@ -75,6 +75,8 @@ def check_files(arguments: Sequence[str]) -> None:
                 _check_yaml(Path(name), Path(name).read_text(encoding="utf-8"))
     for option, value in pairwise([*arguments, ""]):
         name, joined, text = option.partition("=")
+        if (within := re.match(rf"--model\.(init_args\.)?({'|'.join(_OF_THE_TOP_LEVEL)})(?=\.|$)", name)) is not None:
+            raise RecipeError(f"{name} would have no effect: write --{within[2]}{name[within.end() :]}")
         given = text if joined else value
         if name.startswith("--") and given.startswith(("{", "[")):
             for key, _, _ in _repeated_keys(_composed(given), set()):
@@ -199,7 +201,7 @@ def _check_yaml(path: Path, text: str) -> None:
             f"{path}:{line}: {key!r} stands in line {first} already, and the later one would replace all of the first; "
             "put both together"
         )
-    for line, message in _misplaced(root, "", set()):
+    for line, message in (*_misplaced(root, "", set()), *_of_the_top_level(root)):
         raise RecipeError(f"{path}:{line}: {message}")
     try:
         yaml.load(text, Loader=SAFE_LOADER)
@@ -336,6 +338,20 @@ def _misplaced(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int
                 advice = f"did you mean {near[0]}?" if near else f"put it under init_args: {{{key.value}: ...}}"
                 yield line, f"{key.value!r} stands beside class_path; {advice}"
             yield from _misplaced(value, key.value, seen)
+
+
+_OF_THE_TOP_LEVEL = ("optimizer", "lr_scheduler")
+"""Options that the model gets from the top level of a recipe; what stands under model is replaced by it, or by null."""
+
+
+def _of_the_top_level(root: yaml.Node) -> Iterator[tuple[int, str]]:
+    """Lines, counted from 1, with options under ``model`` that a recipe gives at the top level."""
+    model = _entries(root).get("model", root)
+    for part in (model, _entries(model).get("init_args")) if model is not root else ():
+        for name, value in _entries(part).items() if part is not None else ():
+            if name in _OF_THE_TOP_LEVEL and not value.tag.endswith(":null"):
+                line = value.start_mark.line + 1
+                yield line, f"{name} under model would have no effect; put it at the top level, beside model"
 
 
 def _without_space(node: yaml.ScalarNode) -> str | None:

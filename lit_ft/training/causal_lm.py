@@ -24,6 +24,7 @@ from lit_ft import process
 from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
+from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import place_logged_values
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
@@ -39,6 +40,7 @@ from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers, match_options
+from lit_ft.training.optimizers.lost_steps import warn_of_lost_steps
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
@@ -184,6 +186,9 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         Raises:
             RecipeError: config, tokenizer or tuning method do not fit.
         """
+        for name in ("init_rows", "max_new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise RecipeError(f"model.{name}={value} must be 1 or more")
         skeleton = self.spec.check(self.start, self._device_of_run())
         trains = [f"model.{name}" for name, p in skeleton.named_parameters() if p.requires_grad]
         match_options(trains, self.lr_factors, self.no_weight_decay)
@@ -262,6 +267,9 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         tensors.warn_of_rounded(self._packed.base)
         groups = self.lr_factors, self.no_weight_decay
         made = configure_optimizers(self, self.optimizer, self.lr_scheduler, *groups, self._state.shapes)
+        warn_of_lost_steps(
+            made if isinstance(made, torch.optim.Optimizer) else made["optimizer"], self.trainer.strategy
+        )
         if isinstance(made, torch.optim.Optimizer):
             self._state.name_parameters(made)
         else:

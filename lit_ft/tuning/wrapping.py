@@ -97,8 +97,10 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze all parameters except those in whose names a regular expression is found.
 
     Raises:
-        RecipeError: a pattern is not a regular expression, or matches no name.
+        RecipeError: there is no pattern, or one that is not a regular expression, or matches no name.
     """
+    if not patterns:
+        raise RecipeError("model.trainable is empty, so that nothing trains; name weights, or null to train all")
     names = [name for name, _ in model.named_parameters()]
     matched = matching(patterns, names, "model.trainable")
     for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
 from lit_ft.data.loaders.mixing import Mixing, check_weights
 from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import ArrayFiles, Samples, collect, join, targets_of
-from lit_ft.packed_batch import from_padded, pack_samples
+from lit_ft.packed_batch import as_packed_batch, from_padded, pack_samples
 
 
 def samples_of(*sources: list[int]) -> Samples:
@@ -270,6 +270,11 @@ def test_a_row_is_shifted_once_and_never_across_samples() -> None:
     assert row["predict_at"].tolist() == [0, 1, 3]
     assert row["targets"].tolist() == [4, 5, 7]
     assert row["target_sources"].tolist() == [1, 1, 0]
+
+
+def test_a_padded_batch_without_labels() -> None:
+    with pytest.raises(RecipeError, match=r"a batch has no 'labels' \(it has 'input_ids'\); CausalLM takes"):
+        as_packed_batch({"input_ids": torch.tensor([[3, 4]])})
 
 
 def test_a_padded_batch_becomes_the_same_row() -> None:

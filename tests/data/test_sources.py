@@ -203,6 +203,23 @@ def test_saved_data_sets(tmp_path: Path) -> None:
         read(tmp_path / "two", split="val")
 
 
+def test_options_that_choose_nothing_are_refused(write: Any, tmp_path: Path) -> None:
+    import datasets
+
+    path, folder = write("a.jsonl", LINES), tmp_path / "one"
+    datasets.Dataset.from_list([A], split=datasets.Split("dev")).save_to_disk(folder)
+    assert read(folder, split="dev") == read(folder)
+    for source, options, message in (
+        (path, {"split": "test"}, "a.jsonl: split='test' chooses a part of a hub data set"),
+        (path, {"subset": "en"}, "a.jsonl: subset='en' chooses a part of a hub data set"),
+        (path, {"document": "file"}, "a.jsonl: document=file is for .txt and .md files, and there is none"),
+        (folder, {"split": "test"}, "one: has no split 'test', but is one data set"),
+        (folder, {"subset": "en"}, "one: subset='en' is for hub data sets"),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(message)):
+            read(source, **options)
+
+
 def test_data_in_memory_is_refused_with_what_to_do(tmp_path: Path) -> None:
     from datasets import Dataset
 

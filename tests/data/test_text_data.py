@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def three_sources(write_rows: Any) -> list[Source]:
 def test_validation_loss_of_a_source_is_that_of_the_source_alone(
     make_trainer: Any, model_folder: str, write_rows: Any, packing: int | None
 ) -> None:
-    sources = three_sources(write_rows)
+    sources = [replace(source, weight=None) for source in three_sources(write_rows)]
     module = CausalLM(model_folder)
     data = TextDataModule(val_sources=sources, micro_batch_size=3, packing=packing, max_length=128)
     trainer = make_trainer()
@@ -257,6 +258,37 @@ def test_columns_of_all_sources_unless_one_names_its_own(write_rows: Any, tmp_pa
     assert len(data.splits["train"]) == 3
     with pytest.raises(RecipeError, match=r"a\.csv:2: .* --data\.columns '\{instruction: question, output: answer"):
         TextDataModule(str(tmp_path / "a.csv")).load(make_tokenizer())
+
+
+@pytest.mark.parametrize("null", [False, True], ids=["missing", "null"])
+def test_a_mapped_column_may_be_empty_in_the_first_row(write_rows: Any, tmp_path: Path, null: bool) -> None:
+    import datasets
+
+    rows = [{"question": "q", "answer": "a"}, {"question": "q", "context": "c", "answer": "a"}]
+    columns = {"instruction": "question", "input": "context", "output": "answer"}
+    if null:  # Arrow's rows lack what is null
+        path = str(tmp_path / "rows.parquet")
+        datasets.Dataset.from_list([{"context": None, **row} for row in rows]).to_parquet(path)
+    else:
+        path = write_rows(rows)
+    data = TextDataModule(path, columns=columns)
+    data.load(make_tokenizer())
+    without, with_context = data.splits["train"].lengths
+    assert without < with_context
+    with pytest.raises(RecipeError, match=r"columns names 'contxt', .* none of the first 500 rows has it; fix it"):
+        TextDataModule(path, columns={**columns, "input": "contxt"}).load(make_tokenizer())
+
+
+def test_weights_of_validation_are_refused(write_rows: Any) -> None:
+    path = write_rows()
+    with pytest.raises(RecipeError, match=r"data.val_sources: weight=0.3 of 'rows' has no effect, .* leave it out"):
+        TextDataModule(path, val_sources=[Source(path, weight=0.3)])
+
+
+def test_a_source_of_one_row_cannot_be_split(write_rows: Any) -> None:
+    path = write_rows(count=1)
+    with pytest.raises(RecipeError, match=r"of 1 different rows of .* add rows, or set data.val_path in its place"):
+        TextDataModule(path, val_fraction=0.1).load(make_tokenizer())
 
 
 def test_conversations_that_begin_with_the_assistant_are_counted(

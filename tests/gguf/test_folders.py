@@ -28,6 +28,7 @@ from lit_ft.data.text.chat_template import BUILT_IN
 from lit_ft.errors import RecipeError
 from lit_ft.gguf import WeightType, weights
 from lit_ft.gguf.folders import check_convertible, write_merged_folder
+from lit_ft.gguf.ollama import ollama_name
 from lit_ft.gguf.pre_tokenizers import EXPRESSIONS
 from lit_ft.gguf.verification import check_tensors
 
@@ -276,3 +277,11 @@ def test_what_has_no_form_in_gguf_is_refused_by_name() -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
     with pytest.raises(RecipeError, match="the tokenizer is WordLevel, and only BPE"):
         check_convertible(model, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("My Run 2", "my-run-2"), ("数据", "model"), ("qwen_2.5-数据", "qwen_2.5"), ("2026-11-27", "2026-11-27")],
+)
+def test_a_name_that_ollama_takes(name: str, given: str) -> None:
+    assert ollama_name(name) == given

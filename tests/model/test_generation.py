@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tiny_configs import tiny_config
-from lit_ft import CausalLM, ExactMatch, TextDataModule
+from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.model import render_limits
 from lit_ft.model.generation import Sampling, closing_tokens, dense_attention, stop_ids
 from lit_ft.model.isolation import architectures
@@ -76,6 +76,13 @@ def test_an_answer_ends_where_the_template_ends_a_turn(
     assert caplog.messages == [
         "val/exact_match after training: 50.0% of 2 held-out answers; 2 of them cut at max_new_tokens=1"
     ]
+
+
+def test_exact_match_of_data_without_a_conversation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    text = write_rows([{"text": "the red book"}], "text.json")
+    trainer = make_trainer(max_steps=1, callbacks=[ExactMatch()])
+    with pytest.raises(RecipeError, match="ExactMatch asks conversations, and the val data has none"):
+        trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), val_path=text))
 
 
 @pytest.mark.parametrize(

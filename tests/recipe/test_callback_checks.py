@@ -1,5 +1,6 @@
 """Monitors and file names of callbacks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import ReduceLROnPlateau
 
-from lit_ft import RecipeError
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.data.text.sources import Source
 from lit_ft.internals.lightning import validation_interval
-from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, first_validation, run_length
+from lit_ft.recipe.callback_checks import (
+    check_callbacks,
+    check_schedule,
+    first_validation,
+    losses_of_sources,
+    run_length,
+)
 from lit_ft.recipe.trainer_checks import quiet_trainer
 
 
@@ -65,6 +73,42 @@ def test_a_validation_interval_that_is_a_time() -> None:
     assert validation_interval(trainer) is None
     stopping.setup(trainer, LightningModule(), "fit")  # Lightning's own reads the interval
     assert validation_interval(quiet_trainer(val_check_interval=0.25)) == 0.25
+
+
+def test_the_loss_of_a_source_that_there_is_not() -> None:
+    losses = losses_of_sources(TextDataModule(val_sources=[Source("a.json"), Source("b.json", name="工具 b")]))
+    assert losses == ["val/loss/a", "val/loss/工具 b"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    for name in ("val/loss/tools", "val/loss/工具b"):
+        for callback in (EarlyStopping(name), ModelCheckpoint(filename=f"x={{{name}}}", auto_insert_metric_name=False)):
+            with pytest.raises(RecipeError, match=rf"{name}', which is not logged; .* val/loss/a, val/loss/工具 b"):
+                check_callbacks([callback], True, source_losses=losses)
+        with pytest.raises(RecipeError, match=rf"reads '{name}', which is not logged"):
+            check_schedule(ReduceLROnPlateau(optimizer, monitor=name), True, source_losses=losses)
+    check_callbacks([EarlyStopping("val/loss/工具 b")], True, source_losses=losses)
+
+
+@pytest.mark.parametrize(
+    ("every", "interval", "taken", "often"), [(2, 1.0, 2, "every 2 epochs"), (None, 12, 3, "once per epoch")]
+)
+def test_a_schedule_reads_a_validation_loss_when_there_is_one(
+    make_trainer: Any,
+    model_folder: str,
+    write_rows: Any,
+    caplog: pytest.LogCaptureFixture,
+    every: int | None,
+    interval: float,
+    taken: int,
+    often: str,
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    schedule: Any = partial(ReduceLROnPlateau, monitor="val/loss", patience=0)
+    module = CausalLM(model_folder, lr_scheduler=schedule)
+    path = write_rows(count=8)
+    trainer = make_trainer(max_epochs=4, check_val_every_n_epoch=every, val_check_interval=interval)
+    trainer.fit(module, TextDataModule(path, val_path=path))
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == taken
+    assert f"ReduceLROnPlateau steps {often}" in caplog.text
 
 
 def test_a_schedule_that_reads_no_metric() -> None:

@@ -68,6 +68,16 @@ def test_good_files(text: str, tmp_path: Path) -> None:
 OTHER_RECIPE = "model_name_or_path: x\nlora_rank: 8\nstage: sft\ncutoff_len: 9\n"
 WRONG: dict[str, tuple[str, str, str]] = {
     "an inner key twice": ("a.yaml", "data:\n  path: a\n  path: b", "a.yaml:3: 'path' stands in line 2 already"),
+    "an optimizer of the model": (
+        "a.yaml",
+        "model:\n  pretrained: a\n  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}",
+        "a.yaml:3: optimizer under model would have no effect; put it at the top level, beside model",
+    ),
+    "a schedule of a model with a class": (
+        "a.yaml",
+        "model:\n  class_path: a.B\n  init_args:\n    optimizer: null\n    lr_scheduler: {class_path: c.D}",
+        "a.yaml:5: lr_scheduler under model would have no effect",
+    ),
     "a list": ("a.yaml", "- a\n- b", "a.yaml: holds a list; a recipe is a mapping, e.g. data: {path: rows.json}"),
     "rows": ("rows.json", '[{"text": "a"}]', "holds a list; a recipe is a mapping, name data with --data.path "),
     "one value": ("a.yaml", "3", "a.yaml: holds one value; a recipe is a mapping"),
@@ -297,6 +307,11 @@ def test_a_recipe_from_a_pipe_is_checked_as_a_file_is(
     [
         (["--config", "data:\n  path: a\n  path: b"], "--config TEXT:3: 'path' stands in line 2 already"),
         (["--config={model_name_or_path: x}"], "Here model_name_or_path = model.pretrained"),
+        (["--model.optimizer", "torch.optim.SGD"], "--model.optimizer would have no effect: write --optimizer"),
+        (
+            ["--model.init_args.lr_scheduler.warmup=2"],
+            "--model.init_args.lr_scheduler.warmup would have no effect: write --lr_scheduler.warmup",
+        ),
         (["--data", "{path: a, path: b}"], "--data: 'path' stands twice in its value; keep one"),
         (["--data.sources=[{path: a, path: b}]"], "--data.sources: 'path' stands twice in its value; keep one"),
     ],

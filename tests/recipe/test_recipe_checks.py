@@ -104,6 +104,10 @@ CASES: dict[str, tuple[str, str]] = {
         "model.peft: num_virtual_tokens is missing; give the length of the prompt, e.g. 20",
     ),
     "a name that is none": ("model: {tokenizer: '{}'}", "no hub id is spelled like that"),
+    "a way to clip without a value": (
+        "trainer: {gradient_clip_algorithm: value}",
+        "trainer.gradient_clip_algorithm=value clips nothing without trainer.gradient_clip_val",
+    ),
     "a negative clip value": ("trainer: {gradient_clip_val: -1}", "trainer.gradient_clip_val=-1 must be 0 or more"),
     "no micro-batch": ("trainer: {accumulate_grad_batches: 0}", "accumulate_grad_batches=0 must be 1 or more"),
     "no node": ("trainer: {num_nodes: 0}", "trainer.num_nodes=0 must be 1 or more"),

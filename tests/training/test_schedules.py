@@ -1,9 +1,11 @@
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
+from lit_ft import CausalLM, TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.training.optimizers.schedules import ConstantWithWarmup, CosineWithWarmup, LinearWithWarmup
 
@@ -98,3 +100,9 @@ def test_a_resumed_run_may_be_longer() -> None:
 def test_warmup_that_makes_no_sense(warmup: float) -> None:
     with pytest.raises(RecipeError, match="share below 1 or a whole number"):
         rates(LinearWithWarmup, warmup)
+
+
+def test_a_schedule_that_ends_before_the_run_says_so(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    module = CausalLM(model_folder, lr_scheduler=partial(LinearWithWarmup, total_steps=2))
+    with pytest.warns(UserWarning, match="total_steps=2 is less than the run's 3 optimizer steps"):
+        make_trainer(max_steps=3).fit(module, TextDataModule(write_rows()))

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -55,6 +55,9 @@ _SPLIT_WORD = re.compile(rf"(?<![^\W\d_])(?:{'|'.join(_SPLIT_WORDS)})(?![^\W\d_]
 SUFFIXES = (*TEXT_FILES, *(f"{suffix}.gz" for suffix in TEXT_FILES), ".parquet")
 
 
+_DEFAULT_SPLIT = "train"
+
+
 @dataclass(frozen=True)
 class Source:
     """One data set of a mixture."""
@@ -69,7 +72,7 @@ class Source:
     """Weight with which samples are drawn from it, relative to the other sources' weights; see data.mixing."""
     max_rows: Optional[int] = None
     """Number of rows to read, from the first on; by default all."""
-    split: str = "train"
+    split: str = _DEFAULT_SPLIT
     """Split of a hub data set or a saved DatasetDict."""
     subset: Optional[str] = None
     """Subset (configuration) of a hub data set."""
@@ -125,10 +128,22 @@ class Source:
             RecipeError: there are none.
         """
         files, left = self._found()
+        self._check_of_files(files)
         if left:
             number = "1 file is not data and was" if len(left) == 1 else f"{len(left):,} files are not data and were"
             rank_zero_info(f"{self.path}: {number} left out: {', '.join(left[:5])}")
         return files
+
+    def _check_of_files(self, files: Sequence[Path]) -> None:
+        """Refuse options that say nothing about files, or not about these."""
+        for name, default in (("split", _DEFAULT_SPLIT), ("subset", None)):
+            if (value := getattr(self, name)) != default:
+                raise RecipeError(
+                    f"{self.path}: {name}={value!r} chooses a part of a hub data set, or of a saved one, and these are "
+                    "files; leave it out, and name the files that are meant, e.g. with a glob"
+                )
+        if self.document == "file" and not any({".txt", ".md"} & set(map(str.lower, one.suffixes)) for one in files):
+            raise RecipeError(f"{self.path}: document=file is for .txt and .md files, and there is none; leave it out")
 
     def _found(self) -> tuple[list[Path], list[str]]:
         """Files that hold the rows, and names of those beside them that do not."""
@@ -199,7 +214,13 @@ class Source:
             _check_saved(self._saved)
             with explained(f"{self.path}: is no saved data set that loads", "save it again"):
                 data = datasets.load_from_disk(str(self._saved))
+            if self.subset is not None:
+                raise RecipeError(
+                    f"{self.path}: subset={self.subset!r} is for hub data sets, not a saved one; leave it out"
+                )
             if not isinstance(data, datasets.DatasetDict):
+                if self.split not in (_DEFAULT_SPLIT, str(data.split)):
+                    raise RecipeError(f"{self.path}: has no split {self.split!r}, but is one data set; leave split out")
                 return data
             if self.split not in data:
                 raise RecipeError(f"{self.path}: has no split {self.split!r}; its splits are {', '.join(data)}")

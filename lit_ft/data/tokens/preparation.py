@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft import process
 from lit_ft.data.text.formats import columns_of, find_format, renamed
 from lit_ft.data.text.rendering import Supervise
-from lit_ft.data.text.sources import Source
+from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens import cache as token_cache
 from lit_ft.data.tokens.megatron_indexed import read_documents
 from lit_ft.data.tokens.row_count import RowCount
@@ -100,10 +100,11 @@ class Preparation:
                 self.refuse(location, row)
                 first_bad = first_bad or f"; {location}: {row}"
                 continue
-            if missing := [name for name in (source.columns or {}).values() if name not in row]:
+            if missing := self._missing_columns(source, row):
                 names = ", ".join(map(repr, row))
                 raise RecipeError(
-                    f"{location}: columns names {missing[0]!r}, but the row's are {names or 'none'}; fix it"
+                    f"{location}: columns names {missing[0]!r}, but the row's are {names or 'none'}, and none of the "
+                    f"first {ROWS_PER_BATCH} rows has it; fix it"
                 )
             try:
                 form = source.format if source.format != "auto" else find_format(renamed(row, source.columns))
@@ -116,6 +117,13 @@ class Preparation:
                 )
             return form
         raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed{first_bad}")
+
+    def _missing_columns(self, source: Source, first: RawRow) -> list[str]:
+        """Columns that a source maps and none of its first rows has; a row may lack what is optional, or null."""
+        missing = [name for name in (source.columns or {}).values() if name not in first]
+        for _, row in islice(source.rows(streaming=True), ROWS_PER_BATCH) if missing else ():
+            missing = [name for name in missing if isinstance(row, BadRow) or name not in row]
+        return missing
 
     def refuse(self, location: str, message: object) -> None:
         """Raise for a row that cannot be used, unless such rows are skipped.

@@ -212,9 +212,10 @@ def held_out_samples(
         different, of_row = np.unique(digests[mine][first], return_inverse=True)
         count = max(1, round(len(different) * fraction))
         if count >= len(different):
+            advice = "lower it" if len(different) > 1 else "add rows, or set data.val_path in its place"
             raise RecipeError(
                 f"data.val_fraction={fraction} of {len(different)} different rows of {path!r} leaves none to train on; "
-                "lower it"
+                f"{advice}"
             )
         chosen = np.zeros(len(different), dtype=bool)
         chosen[generator.permutation(len(different))[:count]] = True

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from lit_callbacks.distributed.gather import full_shape
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import nn
@@ -23,7 +23,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import MayStream
-from lit_ft.training.optimizers.schedules import WarmupSchedule
+from lit_ft.training.optimizers.schedules import DecayingSchedule, WarmupSchedule
 
 MATRICES = "matrices"
 """Key of a parameter group: True for weight matrices of hidden layers, False for all other weights."""
@@ -81,16 +81,31 @@ def configure_optimizers(
         rank_zero_info(note)
     if not isinstance(scheduler, WarmupSchedule):
         metric = scheduler.monitor if isinstance(scheduler, ReadsMetric) else None
+        every = _epochs_between_values(metric, module)
+        often = "once per epoch" if every in (None, 1) else f"every {every} epochs"
         rank_zero_info(
-            f"lr_scheduler: {type(scheduler).__name__} steps once per epoch; those of lit_ft.schedules once per "
-            "optimizer step"
+            f"lr_scheduler: {type(scheduler).__name__} steps {often}; those of lit_ft.schedules once per optimizer step"
         )
-        return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "monitor": metric}}
+        # Where validations are counted over epochs, the first epochs may have no value: not strict.
+        config: LRSchedulerConfigType = {"scheduler": scheduler, "monitor": metric, "frequency": every or 1}
+        return {"optimizer": built, "lr_scheduler": {**config, "strict": every is not None}}
     if scheduler.total_steps is None:
         scheduler.total_steps = _length(module.trainer, type(scheduler).__name__)
-        if (warning := scheduler.warning) is not None:
-            rank_zero_warn(warning)
+    elif isinstance(scheduler, DecayingSchedule) and scheduler.total_steps < (
+        steps := _known_length(module.trainer) or 0
+    ):
+        rank_zero_warn(
+            f"lr_scheduler.total_steps={scheduler.total_steps:,} is less than the run's {steps:,} optimizer steps, the "
+            "last of which keep its last learning rate; leave it out for the length of the run"
+        )
+    if (warning := scheduler.warning) is not None:
+        rank_zero_warn(warning)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _epochs_between_values(metric: str | None, module: LightningModule) -> int | None:
+    """Epochs from one value of a schedule's metric to the next; None where no number of epochs tells."""
+    return module.trainer.check_val_every_n_epoch if metric is not None and metric.startswith("val/") else 1
 
 
 def describe_own_rates(scheduler: object, given: Sequence[float], optimizer: Optimizer) -> str | None:
@@ -173,8 +188,11 @@ def match_options(
     """Pattern of the learning rate's factor by name of weight, and the names of weights that do not decay.
 
     Raises:
-        RecipeError: a pattern is not a regular expression, or matches no name.
+        RecipeError: a pattern is not a regular expression, or matches no name, or a factor is below 0.
     """
+    for pattern, factor in lr_factors.items():
+        if not 0 <= factor < math.inf:
+            raise RecipeError(f"model.lr_factors: {pattern}: {factor:g} must be a number of 0 or more, e.g. 0.1")
     undecayed = matching(no_weight_decay, names, "model.no_weight_decay")
     return matching(lr_factors, names, "model.lr_factors"), frozenset(undecayed)
 
@@ -194,16 +212,21 @@ def _end_weight_decay(optimizer: Optimizer) -> None:
 
 def _length(trainer: Trainer, schedule: str) -> int:
     """Optimizer steps of a run; one whose length is not known is refused."""
+    if (steps := _known_length(trainer)) is None:
+        raise RecipeError(
+            f"{schedule} needs the run's length; set trainer.max_steps, or max_epochs where the data has a length"
+        )
+    return steps
+
+
+def _known_length(trainer: Trainer) -> int | None:
+    """Optimizer steps of a run; None where its length is not known."""
     # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
     data = datamodule_of(trainer)
     is_stream = isinstance(data, MayStream) and data.streaming
     has_no_length = trainer.max_epochs == -1 or is_stream
     steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
-    if math.isinf(steps) or steps < 0:
-        raise RecipeError(
-            f"{schedule} needs the run's length; set trainer.max_steps, or max_epochs where the data has a length"
-        )
-    return int(steps)
+    return None if math.isinf(steps) or steps < 0 else int(steps)
 
 
 def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool) -> Optimizer:
