@@ -87,6 +87,7 @@ TOKENS: dict[str, peft.PeftConfig] = {
 NOT_COMBINED: dict[str, peft.PeftConfig] = {
     "LoRA and full layers": peft.LoraConfig(r=4, modules_to_save=["norm"], **LAYERS, **CAUSAL),
     "LoRA and biases": peft.LoraConfig(r=4, bias="lora_only", **LAYERS, **CAUSAL),
+    "LoRA with biases of its own": peft.LoraConfig(r=4, lora_bias=True, **LAYERS, **CAUSAL),
 }
 """Options that matter where adapters are weighted or combined."""
 NOT_TRAINED: dict[str, peft.PeftConfig] = {
