@@ -885,6 +885,13 @@ EXPERT_CASES = {
         ],
         "an adapter changes experts to ModulesToSaveWrapper; take LoRA on gate_up_proj and down_proj",
     ),
+    "experts in full, tensor": (
+        [
+            *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            *("--model.peft.init_args.target_modules=[q_proj]", "--model.peft.init_args.modules_to_save=[experts]"),
+        ],
+        "an adapter changes experts to ModulesToSaveWrapper, of which each rank would compute a part as if it were all",
+    ),
     "by PEFT": (
         [
             *("--trainer.devices=2", f"{S}expert_parallel_size=2", "--model.peft=peft.LoraConfig"),

@@ -135,14 +135,8 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
         if COLUMNS in styles and isinstance(count, int) and count % size:
             raise RecipeError(must_divide(size, name, count))
     for module, style in plan.styles.items():
-        if style == EXPERTS and module.num_experts % size:  # type: ignore[operator]
-            raise RecipeError(must_divide(size, "the number of experts", int(module.num_experts)))  # type: ignore[arg-type]
-        experts = type(expert_lora.holder(module))
-        if style == EXPERTS and len(signature(experts.forward).parameters) < 3:  # self, tokens and their experts
-            raise RecipeError(
-                f"tensor parallelism: each expert of {experts.__name__} computes all tokens, so that ranks cannot "
-                "choose theirs; set tensor_parallel_size to 1, e.g. with lit_ft.strategies.FSDPStrategy"
-            )
+        if style == EXPERTS:
+            _check_experts(module, size)
         if style in (WHOLE_OUT, WHOLE_IN) and module is not base.get_output_embeddings():
             weight = next(module.parameters())
             width = weight.shape[0 if style == WHOLE_OUT else -1]
@@ -155,6 +149,24 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
                 f"tensor parallelism: {type(base).__name__} reads weights in {type(module).__name__} past the layers "
                 "that they are in, where a rank's part cannot take their place; set tensor_parallel_size to 1"
             )
+
+
+def _check_experts(module: nn.Module, size: int) -> None:
+    """Refuse a layer's experts, or an adapter's wrapper around them, that cannot be assigned to ranks."""
+    experts = expert_lora.holder(module)
+    if not any(True for _ in experts.parameters(recurse=False)):
+        raise RecipeError(
+            f"tensor parallelism: an adapter changes experts to {type(experts).__name__}, of which each rank would "
+            "compute a part as if it were all; take LoRA on gate_up_proj and down_proj (target_parameters), or set "
+            "tensor_parallel_size to 1"
+        )
+    if (count := int(experts.num_experts)) % size:  # type: ignore[arg-type]
+        raise RecipeError(must_divide(size, "the number of experts", count))
+    if len(signature(type(experts).forward).parameters) < 3:  # self, tokens and their experts
+        raise RecipeError(
+            f"tensor parallelism: each expert of {type(experts).__name__} computes all tokens, so that ranks cannot "
+            "choose theirs; set tensor_parallel_size to 1, e.g. with lit_ft.strategies.FSDPStrategy"
+        )
 
 
 def must_divide(size: int, name: str, count: int, option: str = "tensor_parallel_size") -> str:
