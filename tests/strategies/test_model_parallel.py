@@ -899,6 +899,13 @@ EXPERT_CASES = {
         ],
         "expert_parallel_size=2 without model.fused_lora: PEFT adds LoRA to whole tensors",
     ),
+    "compiled": (
+        [
+            *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            *("--model.peft.init_args.target_parameters=[mlp.experts.down_proj]", "--model.compile=eager"),
+        ],
+        "LoRA on experts .* is not compiled under tensor_parallel_size=2",
+    ),
     "by PEFT, tensor": (
         [
             *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),

@@ -127,8 +127,16 @@ class ParallelDims:
             self._check_stages(sizes, base)
 
     def _check_parameters(self, sizes: MeshSizes, spec: TrainingSpec | None, base: PreTrainedModel) -> None:
-        """Refuse LoRA on parameters (``target_parameters``) by PEFT's own code where a rank has a part of them."""
-        if (spec is not None and spec.fused_lora) or not expert_lora.outer_wrappers(base):
+        """Refuse LoRA on parameters (``target_parameters``) that a rank cannot compute with its part of them."""
+        outer_ones = expert_lora.outer_wrappers(base)
+        has_experts = not all(map(expert_lora.is_of_linear, outer_ones))
+        if spec is not None and spec.compile and sizes.tensor > 1 and has_experts:
+            raise RecipeError(
+                f"model.compile={spec.compile}: LoRA on experts (target_parameters) is not compiled under "
+                f"tensor_parallel_size={sizes.tensor}, where a rank picks the tokens of its experts; set compile to "
+                "false, or take expert_parallel_size in its place"
+            )
+        if (spec is not None and spec.fused_lora) or not outer_ones:
             return
         expert = 1 if spec is None else self.expert_parallel_size
         for name, size in (("tensor", sizes.tensor), ("expert", expert)):

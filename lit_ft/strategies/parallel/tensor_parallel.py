@@ -219,10 +219,11 @@ class TensorParallel:
 
         experts.forward = on_local_experts
         for part in experts.modules():
-            for key, _ in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-                if part is not held:
-                    self._set(part, key, Replicate())
-            _compute_on_local(part, Partial(), call_of=experts)
+            own_names = [key for key, _ in part.named_parameters(recurse=False, remove_duplicate=False)]
+            for key in own_names if part is not held else ():
+                self._set(part, key, Replicate())
+            if own_names:
+                _compute_on_local(part, Partial(), call_of=experts)
 
     # --- embedding and head ----------------------------------------------------------------------
 
