@@ -129,12 +129,10 @@ class ParallelDims:
     def _check_parameters(self, sizes: MeshSizes, spec: TrainingSpec | None, base: PreTrainedModel) -> None:
         """Refuse LoRA on parameters (``target_parameters``) that a rank cannot compute with its part of them."""
         outer_ones = expert_lora.outer_wrappers(base)
-        has_experts = not all(map(expert_lora.is_of_linear, outer_ones))
-        if spec is not None and spec.compile and sizes.tensor > 1 and has_experts:
+        if spec is not None and spec.compile and sizes.tensor > 1 and outer_ones:
             raise RecipeError(
-                f"model.compile={spec.compile}: LoRA on experts (target_parameters) is not compiled under "
-                f"tensor_parallel_size={sizes.tensor}, where a rank picks the tokens of its experts; set compile to "
-                "false, or take expert_parallel_size in its place"
+                f"model.compile={spec.compile}: torch cannot compile LoRA on parameters (experts, and layers beside "
+                f"them that PEFT adapts as parameters) under tensor_parallel_size={sizes.tensor}; set compile to false"
             )
         if (spec is not None and spec.fused_lora) or not outer_ones:
             return
