@@ -1,15 +1,47 @@
-"""Architectures that have a form in GGUF, their hyperparameters, and entries of a config that llama.cpp lacks."""
+"""Architectures that have a form in GGUF, and entries of a config that llama.cpp lacks."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import gguf
-import torch
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lit_ft.errors import RecipeError
-from lit_ft.model.architecture import Architecture
-from lit_ft.model.config.positions import positions_of
+from lit_ft.gguf.hyperparameters import full_attention_interval, rope_of
+
+_SILU = {"hidden_act": "silu"}
+_PLAIN = _SILU | {"attention_bias": False}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+_EXPERTS_EVERYWHERE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_ROPE_STEP = 4
+"""SmolLM3: each fourth layer has no rotary position embeddings in llama.cpp."""
+
+
+def _scaled_otherwise(scaled_by_width: int) -> Callable[[PretrainedConfig], str | None]:
+    """Check of Gemma's attention scale: by the head size, or by the width per head in models of so many layers."""
+
+    def check(config: PretrainedConfig) -> str | None:
+        by_width = config.num_hidden_layers == scaled_by_width
+        expected = config.hidden_size // config.num_attention_heads if by_width else config.head_dim
+        if config.query_pre_attn_scalar == expected:
+            return None
+        return f"query_pre_attn_scalar={config.query_pre_attn_scalar} and {config.num_hidden_layers} layers"
+
+    return check
+
+
+def _rotated_otherwise(config: PretrainedConfig) -> str | None:
+    expected = [int((layer + 1) % _ROPE_STEP != 0) for layer in range(config.num_hidden_layers)]
+    return None if config.no_rope_layers == expected else f"no_rope_layers={config.no_rope_layers}"
+
+
+def _mixed_otherwise(config: PretrainedConfig) -> str | None:
+    if config.linear_key_head_dim != config.linear_value_head_dim:
+        return f"linear_key_head_dim={config.linear_key_head_dim} and another linear_value_head_dim"
+    if full_attention_interval(config) is None:
+        return "full attention in layers that are not equally far apart"
+    return None
 
 
 @dataclass(frozen=True)
@@ -17,24 +49,61 @@ class Family:
     """How the models of an architecture are written."""
 
     arch: gguf.MODEL_ARCH
+    fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
+    """Entries of the config that are constants in llama.cpp."""
     pairs_neighbors: bool = False
     """Whether llama.cpp rotates neighboring elements of a head as pairs, and transformers elements of its two halves:
     the rows of queries and keys are then reordered."""
-    has_projection_bias: bool = True
-    """Whether llama.cpp reads biases of the projections."""
+    rotates_parts: bool = False
+    """Whether llama.cpp can rotate a part of each head's elements."""
+    norms_from_one: bool = False
+    """Whether norms, but gated ones, multiply by 1 + weight in transformers, and by the weight in llama.cpp."""
+    has_windows: bool = False
+    """Whether llama.cpp computes the sliding windows of these models."""
+    rounds_activations: bool = False
+    """Whether llama.cpp computes the activation in float16, as it does GELU on a CPU."""
+    refused: Callable[[PretrainedConfig], str | None] = lambda config: None
+    """Function that returns what else in a config llama.cpp does not compute; None if it computes all."""
 
 
+_LLAMA = Family(gguf.MODEL_ARCH.LLAMA, pairs_neighbors=True)
+_GEMMA2 = Family(
+    gguf.MODEL_ARCH.GEMMA2,
+    _GEMMA,
+    norms_from_one=True,
+    has_windows=True,
+    rounds_activations=True,
+    refused=_scaled_otherwise(46),
+)
+_QWEN35 = Family(gguf.MODEL_ARCH.QWEN35, _PLAIN, norms_from_one=True, rotates_parts=True, refused=_mixed_otherwise)
 FAMILIES = {
-    "LlamaForCausalLM": Family(gguf.MODEL_ARCH.LLAMA, pairs_neighbors=True),
-    "MistralForCausalLM": Family(gguf.MODEL_ARCH.LLAMA, pairs_neighbors=True),
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": Family(gguf.MODEL_ARCH.QWEN2),
-    "Qwen3ForCausalLM": Family(gguf.MODEL_ARCH.QWEN3, has_projection_bias=False),
+    "Qwen2MoeForCausalLM": Family(gguf.MODEL_ARCH.QWEN2MOE, _SILU | _EXPERTS_EVERYWHERE | {"norm_topk_prob": False}),
+    "Qwen3ForCausalLM": Family(gguf.MODEL_ARCH.QWEN3, _PLAIN),
+    "Qwen3MoeForCausalLM": Family(gguf.MODEL_ARCH.QWEN3MOE, _PLAIN | _EXPERTS_EVERYWHERE | {"norm_topk_prob": True}),
+    "Qwen3_5ForCausalLM": _QWEN35,
+    "Qwen3_5MoeForCausalLM": replace(_QWEN35, arch=gguf.MODEL_ARCH.QWEN35MOE),
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA2,
+        arch=gguf.MODEL_ARCH.GEMMA3,
+        fixed=_GEMMA | {"attn_logit_softcapping": None},
+        refused=_scaled_otherwise(62),
+    ),
+    "Phi3ForCausalLM": Family(gguf.MODEL_ARCH.PHI3, rotates_parts=True),
+    "Olmo2ForCausalLM": Family(gguf.MODEL_ARCH.OLMO2, _PLAIN),
+    "Olmo3ForCausalLM": Family(gguf.MODEL_ARCH.OLMO2, _PLAIN, has_windows=True),
+    "GraniteForCausalLM": Family(gguf.MODEL_ARCH.GRANITE, _PLAIN, pairs_neighbors=True),
+    "SmolLM3ForCausalLM": Family(gguf.MODEL_ARCH.SMOLLM3, _PLAIN, pairs_neighbors=True, refused=_rotated_otherwise),
+    "SeedOssForCausalLM": Family(gguf.MODEL_ARCH.SEED_OSS),
 }
 """Families by the class of the Hugging Face model."""
 
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 """Types of rotary position embeddings that llama.cpp computes as transformers does."""
-
 
 _OF_YARN = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 """Yarn parameters that llama.cpp lacks, or reads in another way."""
@@ -56,72 +125,23 @@ def family_of(architecture: str, config: PretrainedConfig) -> Family:
             "without --gguf, and convert the folder with llama.cpp's convert_hf_to_gguf.py"
         )
     family = FAMILIES[architecture]
-    if refused := _not_computed(config, family):
+    if refused := _not_computed(config, family) or family.refused(config):
         raise RecipeError(f"{architecture} with {refused} cannot be written as GGUF: llama.cpp does not compute it")
     return family
 
 
 def _not_computed(config: PretrainedConfig, family: Family) -> str | None:
     """The entry of a config that llama.cpp does not compute; None if there is none."""
-    rope = config.rope_parameters
-    if config.hidden_act != "silu":
-        return f"hidden_act={config.hidden_act!r}"
-    if rope["rope_type"] not in _SCALINGS:
-        return f"rope_type={rope['rope_type']!r}"
-    if rope["rope_type"] == "yarn" and (set_by_hand := sorted(_OF_YARN & rope.keys())):
-        return f"{', '.join(set_by_hand)} in its yarn parameters"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"partial_rotary_factor={rope['partial_rotary_factor']}"
-    if getattr(config, "attention_bias", False) and not family.has_projection_bias:
-        return "attention_bias=True"
+    for name, value in family.fixed.items():
+        if (given := getattr(config, name, None)) is not None and given != value:
+            return f"{name}={given!r}"
+    for rope in rope_of(config):
+        if rope["rope_type"] not in _SCALINGS:
+            return f"rope_type={rope['rope_type']!r}"
+        if rope["rope_type"] == "llama3" and family is not _LLAMA:
+            return "rope_type='llama3'"
+        if rope["rope_type"] == "yarn" and (set_by_hand := sorted(_OF_YARN & rope.keys())):
+            return f"{', '.join(set_by_hand)} in its yarn parameters"
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.rotates_parts:
+            return f"partial_rotary_factor={rope['partial_rotary_factor']}"
     return None
-
-
-def context_length(config: PretrainedConfig) -> int:
-    """Positions up to which llama.cpp computes what transformers does: it has no sliding window for these families."""
-    positions = positions_of(config.max_position_embeddings, config.rope_parameters)
-    window = getattr(config, "sliding_window", None)
-    return min(positions, window) if window else positions
-
-
-def write_hyperparameters(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
-    """Write the sizes of a model, its rotary position embeddings and its norms."""
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(context_length(config))
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    head_dim = Architecture.of(config).head_dim
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    _write_rope(writer, config.rope_parameters)
-
-
-def _write_rope(writer: gguf.GGUFWriter, rope: dict[str, float]) -> None:
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] != "yarn":
-        return
-    writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
-    for name, add in (
-        ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
-        ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
-    ):
-        if rope.get(name) is not None:
-            add(rope[name])
-
-
-def rope_divisors(config: PretrainedConfig) -> torch.Tensor | None:
-    """Divisors of the rotary frequencies, ``(head size / 2,)``, fp32, of Llama 3's scaling; None for the others."""
-    if config.rope_parameters["rope_type"] != "llama3":
-        return None
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    head_dim = Architecture.of(config).head_dim
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return (1.0 / config.rope_parameters["rope_theta"] ** steps) / scaled

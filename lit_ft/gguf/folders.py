@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lit_ft.export.folder_texts import generation_texts
 from lit_ft.gguf import WeightType
-from lit_ft.gguf.architectures import Family, context_length, family_of
+from lit_ft.gguf.architectures import Family, family_of
+from lit_ft.gguf.hyperparameters import context_length
 from lit_ft.gguf.llama_server import has_llama
 from lit_ft.gguf.ollama import modelfile, ollama_name
-from lit_ft.gguf.verification import check_tensors, check_with_llama
+from lit_ft.gguf.verification import check_tensors, check_with_llama, tolerance_of
 from lit_ft.gguf.vocabulary import special_tokens_of, vocabulary_of
 from lit_ft.gguf.weights import ModelWeights
 from lit_ft.gguf.writing import AdapterWeights, TokenizerEntries, write_adapter, write_model
@@ -84,7 +85,7 @@ class HuggingFaceModel:
             special_tokens_of(self.tokenizer, self.ends),
             self.tokenizer.chat_template,
         )
-        if (positions := context_length(self.config)) < self.config.max_position_embeddings:
+        if (positions := context_length(self.config, self.family.has_windows)) < self.config.max_position_embeddings:
             rank_zero_warn(
                 f"the model has a sliding window of {positions:,} tokens, which llama.cpp does not compute for it; the "
                 f"GGUF file states {positions:,} positions, up to which there is no difference"
@@ -106,7 +107,8 @@ class HuggingFaceModel:
     ) -> None:
         """Let llama.cpp read the files where it is installed, and say what was compared."""
         if has_llama():
-            report = check_with_llama(path, reference(), self.tokenizer, self.ends, weight_type, lora)
+            tolerance = tolerance_of(weight_type, self.family, self.config)
+            report = check_with_llama(path, reference(), self.tokenizer, self.ends, tolerance, lora)
             rank_zero_info(f"GGUF verified: {report}")
         else:
             rank_zero_warn(

@@ -77,6 +77,7 @@ def main() -> None:
     params.n_ctx, params.n_parallel, params.n_gpu_layers = options.positions, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.swa_full = True  # the cache of a window is reused wrongly for another prompt (llama.cpp of October 2026)
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if options.lora is not None:
         lora = xllamacpp.CommonAdapterLoraInfo()

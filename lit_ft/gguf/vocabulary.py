@@ -116,12 +116,20 @@ def _adds_space(content: Mapping[str, Any]) -> bool:
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     normalizer, pre = content.get("normalizer") or {}, content.get("pre_tokenizer")
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
-    if pre is None and steps in ([{"type": "Prepend", "prepend": _SPACE}, replace], [replace]):
+    if (pre is None or _splits_at(" ", pre)) and steps in (
+        [{"type": "Prepend", "prepend": _SPACE}, replace],
+        [replace],
+    ):
         return len(steps) == 2
     if not steps and pre is not None and pre["type"] == "Metaspace" and not pre.get("split", True):
         return pre.get("prepend_scheme") in ("always", "first")
     kinds = [one["type"] for one in steps] + ([] if pre is None else [pre["type"]])
     raise RecipeError(f"the tokenizer's steps {', '.join(kinds)} are none that is known of llama.cpp; leave out --gguf")
+
+
+def _splits_at(text: str, step: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer splits at a text alone, of which a normalizer has left none (Gemma's at spaces)."""
+    return step["type"] == "Split" and step["pattern"] == {"String": text}
 
 
 @dataclass(frozen=True)

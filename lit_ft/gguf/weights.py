@@ -1,6 +1,8 @@
 """Weights of a model in GGUF's names, layouts and types, one tensor at a time."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from lit_callbacks.export.weight_files import opened, weight_files
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lit_ft.errors import RecipeError
 from lit_ft.gguf import WeightType
-from lit_ft.gguf.architectures import Family, rope_divisors
+from lit_ft.gguf.architectures import Family
+from lit_ft.gguf.hyperparameters import rope_divisors
+from lit_ft.gguf.layouts import names_of, order_of, value_of
 
 TYPES: dict[WeightType, GGMLQuantizationType] = {
     "f32": GGMLQuantizationType.F32,
@@ -29,6 +32,10 @@ FILE_TYPES: dict[WeightType, gguf.LlamaFileType] = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }
 """Type that the file as a whole declares; norms and biases are F32 in each."""
+
+_IN_FLOAT32 = ("_norm.weight", "ffn_gate_inp", "ssm_conv1d")
+"""Parts of the names of tensors that llama.cpp has in F32: norms, routers and convolutions."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -69,47 +76,46 @@ class ModelWeights:
         if (divisors := rope_divisors(self.config)) is not None:
             yield Weight("rope_freqs.weight", GGMLQuantizationType.F32, divisors)
         name_in_gguf = names_of(self.family, self.config)
-        for file in weight_files(self.folder):
-            with opened(file) as weights:
-                for name in weights.names:
-                    values = in_layout(name, weights.tensor(name), self.config, self.family)
-                    new_name = name_in_gguf(name)
-                    yield Weight(new_name, type_of(new_name, values, self.type), values)
+        for name, source in self._tensors():
+            values, order = value_of(name, source, self.family), order_of(name, self.config, self.family)
+            if order is not None:
+                values = order.applied(values)
+            new_name = name_in_gguf(name)
+            yield Weight(new_name, type_of(new_name, values, self.type), values)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the files, by name; those of a layer's experts are one, ``(experts, ...)``."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(opened(file)) for file in weight_files(self.folder)]
+            read = {name: file.tensor for file in files for name in file.names}
+            for name, sources in _with_experts_together(read).items():
+                values = [read[source](source) for source in sources]
+                if name.endswith(".experts.gate_up_proj"):
+                    gate, up = values[0].chunk(2, dim=1)
+                    yield name.replace("gate_up_proj", "gate_proj.weight"), gate
+                    yield name.replace("gate_up_proj", "up_proj.weight"), up
+                elif name.endswith(".experts.down_proj"):
+                    yield f"{name}.weight", values[0]
+                else:
+                    yield name, torch.stack(values) if _EXPERT.fullmatch(sources[0]) else values[0]
 
 
-def names_of(family: Family, config: PretrainedConfig) -> Callable[[str], str]:
-    """Function from the name of a Hugging Face tensor to that in GGUF, which raises ``RecipeError`` for others."""
-    names = gguf.get_tensor_name_map(family.arch, config.num_hidden_layers)
+def _with_experts_together(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of the tensors of each tensor in GGUF, experts in order, by its name without the number of an expert."""
+    together: dict[str, list[str]] = {}
+    for name in names:
+        together.setdefault(_EXPERT.sub(r"\1.\3", name), []).append(name)
 
-    def name_in_gguf(name: str) -> str:
-        gguf_name = names.get_name(name, (".weight", ".bias"))
-        if gguf_name is None:
-            raise RecipeError(f"the tensor {name} has no name in GGUF's {family.arch.name}; leave out --gguf")
-        return gguf_name
+    def number(name: str) -> int:
+        expert = _EXPERT.fullmatch(name)
+        return int(expert[2]) if expert else 0
 
-    return name_in_gguf
-
-
-def in_layout(name: str, values: Tensor, config: PretrainedConfig, family: Family) -> Tensor:
-    """Values of a Hugging Face tensor in the layout of GGUF.
-
-    Args:
-        name: name in Hugging Face's files.
-        values: the tensor; of the factors of LoRA, B, whose rows are the weight's.
-        config: config of the model.
-        family: family of the model.
-    """
-    projection = name.split(".")[-2]
-    if not family.pairs_neighbors or projection not in ("q_proj", "k_proj"):
-        return values
-    heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
-    # (heads, 2 halves, pairs, ...) -> (heads, pairs, 2, ...): element i of each half is next to its partner.
-    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    return {name: sorted(sources, key=number) for name, sources in together.items()}
 
 
 def type_of(name: str, values: Tensor, weight_type: WeightType) -> GGMLQuantizationType:
-    """Type of a tensor in a file: F32 for norms and biases; F16 where a row is no multiple of the block of a type."""
-    if values.dim() == 1 or name.endswith("_norm.weight"):
+    """Type of a tensor in a file: F32 for what is small; F16 where a row is no multiple of the block of a type."""
+    if values.dim() == 1 or any(kind in name for kind in _IN_FLOAT32):
         return GGMLQuantizationType.F32
     block, _ = gguf.GGML_QUANT_SIZES[TYPES[weight_type]]
     return TYPES[weight_type] if values.shape[-1] % block == 0 else GGMLQuantizationType.F16

@@ -15,12 +15,16 @@ from peft.utils.other import get_pattern_key
 from transformers import PretrainedConfig
 
 from lit_ft.errors import RecipeError
-from lit_ft.gguf.architectures import Family, write_hyperparameters
+from lit_ft.gguf.architectures import Family
+from lit_ft.gguf.hyperparameters import write_hyperparameters
+from lit_ft.gguf.layouts import names_of, order_of
 from lit_ft.gguf.vocabulary import SpecialTokens, Vocabulary
-from lit_ft.gguf.weights import FILE_TYPES, ModelWeights, Weight, in_layout, names_of
+from lit_ft.gguf.weights import FILE_TYPES, ModelWeights, Weight
 
 LORA_WEIGHTS = "adapter_model.safetensors"
 _FACTORS = {".lora_A.weight": ".lora_a", ".lora_B.weight": ".lora_b"}
+_FACTOR_OF_DIM = (".lora_B.weight", ".lora_A.weight")
+"""Factor that has the rows of the weight, and that which has its columns."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def write_model(path: Path, name: str, weights: ModelWeights, tokenizer: Tokeniz
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[weights.family.arch])
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
-    write_hyperparameters(writer, weights.config)
+    write_hyperparameters(writer, weights.config, weights.family.has_windows)
     writer.add_file_type(FILE_TYPES[weights.type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     tokenizer.vocabulary.write(writer)
@@ -134,8 +138,10 @@ class AdapterWeights:
                 if factor == ".lora_B.weight":
                     # llama.cpp multiplies with lora_alpha / rank of the file; what PEFT has beyond that goes into B.
                     rank = values.shape[1]
-                    scaling = _scaling(lora, weight, rank) * rank / lora.lora_alpha
-                    values = in_layout(weight, values, self.config, self.family) * scaling
+                    values = values * (_scaling(lora, weight, rank) * rank / lora.lora_alpha)
+                order = order_of(weight, self.config, self.family)
+                if order is not None and factor == _FACTOR_OF_DIM[order.dim]:
+                    values = order.applied(values)
                 yield Weight(name_in_gguf(weight) + _FACTORS[factor], GGMLQuantizationType.F32, values)
 
 

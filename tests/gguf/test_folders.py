@@ -1,5 +1,6 @@
 """GGUF files of small models of each family are what llama.cpp computes like transformers; what is not is refused."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from lit_callbacks.export.merge_check import MergeFailed
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     LlamaConfig,
@@ -90,6 +93,15 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
+def gemma_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokenizer of Gemma's kind: that of Llama 2's without a space before a text."""
+    content = json.loads(sentencepiece().backend_tokenizer.to_str())
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    content |= {"normalizer": content["normalizer"]["normalizers"][1], "pre_tokenizer": split}
+    backend = Tokenizer.from_str(json.dumps(content))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
 def llama3_tokenizer() -> PreTrainedTokenizerFast:
     ends = ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>"]
     tokenizer = byte_level("llama-bpe", ends, "<|begin_of_text|>")
@@ -131,6 +143,36 @@ def written(
     return to
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 64}
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
+OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], WeightType]] = [
+    ("mixtral", {"num_local_experts": 4}, sentencepiece, "bf16"),
+    ("qwen2_moe", SHARED, chatml_tokenizer, "f32"),
+    ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 32}, chatml_tokenizer, "q8_0"),
+    ("qwen3_5_text", DELTA_NET, chatml_tokenizer, "f32"),
+    ("qwen3_5_moe_text", DELTA_NET | SHARED, chatml_tokenizer, "f32"),
+    ("gemma2", GEMMA | {"final_logit_softcapping": 4.0, "attn_logit_softcapping": 3.0}, gemma_tokenizer, "f32"),
+    ("gemma3_text", GEMMA | {"num_hidden_layers": 6}, gemma_tokenizer, "f32"),
+    ("phi3", {"pad_token_id": 0}, sentencepiece, "f32"),
+    ("olmo2", {}, llama3_tokenizer, "f32"),
+    ("olmo3", {"num_hidden_layers": 4, "sliding_window": 8}, llama3_tokenizer, "f32"),
+    ("granite", GRANITE, llama3_tokenizer, "f32"),
+    ("smollm3", {"num_hidden_layers": 4, "pad_token_id": 0}, llama3_tokenizer, "f32"),
+    ("seed_oss", {"head_dim": 32, "attention_bias": True}, chatml_tokenizer, "f32"),
+]
+"""Architectures by their ``model_type``."""
+
+
 @pytest.mark.parametrize(
     ("model", "config", "options", "tokenizer", "weight_type"),
     [
@@ -146,8 +188,12 @@ def written(
             "q8_0",
         ),
         (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}, chatml_tokenizer, "f32"),
+        *((AutoModelForCausalLM.from_config, CONFIG_MAPPING[kind], *rest) for kind, *rest in OTHERS),
     ],
-    ids=["llama3", "llama-bias", "mistral-sentencepiece", "qwen2-yarn", "qwen2-linear-q8_0", "qwen3"],
+    ids=[
+        *("llama3", "llama-bias", "mistral-sentencepiece", "qwen2-yarn", "qwen2-linear-q8_0", "qwen3"),
+        *(f"{kind}-{weight_type}" for kind, _, _, weight_type in OTHERS),
+    ],
 )
 def test_llama_cpp_computes_what_transformers_does(
     model: Any,
@@ -199,7 +245,7 @@ def test_the_tokens_of_the_file_are_those_of_the_tokenizer(tmp_path: Path) -> No
 
 
 def lose_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "in_layout", lambda name, values, config, family: values)
+    monkeypatch.setattr(weights, "order_of", lambda *_: None)
 
 
 def lose_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
