@@ -8,7 +8,7 @@ import gguf
 from transformers import PretrainedConfig
 
 from lit_ft.errors import RecipeError
-from lit_ft.gguf.hyperparameters import full_attention_interval, rope_of
+from lit_ft.gguf.hyperparameters import FULL, PROPORTIONAL, SLIDING, full_attention_interval, rope_of
 
 _SILU = {"hidden_act": "silu"}
 _PLAIN = _SILU | {"attention_bias": False}
@@ -36,6 +36,14 @@ def _rotated_otherwise(config: PretrainedConfig) -> str | None:
     return None if config.no_rope_layers == expected else f"no_rope_layers={config.no_rope_layers}"
 
 
+def _shared_otherwise(config: PretrainedConfig) -> str | None:
+    shared = config.num_kv_shared_layers
+    with_own = config.layer_types[: config.num_hidden_layers - shared]
+    if not shared or with_own[-2:] == [SLIDING, FULL]:
+        return None
+    return f"num_kv_shared_layers={shared} after layers of {' and '.join(with_own[-2:])}"
+
+
 def _mixed_otherwise(config: PretrainedConfig) -> str | None:
     if config.linear_key_head_dim != config.linear_value_head_dim:
         return f"linear_key_head_dim={config.linear_key_head_dim} and another linear_value_head_dim"
@@ -51,6 +59,8 @@ class Family:
     arch: gguf.MODEL_ARCH
     fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     """Entries of the config that are constants in llama.cpp."""
+    scalings: tuple[str, ...] = ("default", "linear", "yarn")
+    """Types of rotary position embeddings that llama.cpp computes as transformers does."""
     pairs_neighbors: bool = False
     """Whether llama.cpp rotates neighboring elements of a head as pairs, and transformers elements of its two halves:
     the rows of queries and keys are then reordered."""
@@ -62,11 +72,13 @@ class Family:
     """Whether llama.cpp computes the sliding windows of these models."""
     rounds_activations: bool = False
     """Whether llama.cpp computes the activation in float16, as it does GELU on a CPU."""
+    tokenizer_with_bytes: str = "llama"
+    """Name of llama.cpp's tokenizer for BPE that has bytes as tokens."""
     refused: Callable[[PretrainedConfig], str | None] = lambda config: None
     """Function that returns what else in a config llama.cpp does not compute; None if it computes all."""
 
 
-_LLAMA = Family(gguf.MODEL_ARCH.LLAMA, pairs_neighbors=True)
+_LLAMA = Family(gguf.MODEL_ARCH.LLAMA, scalings=("default", "linear", "llama3", "yarn"), pairs_neighbors=True)
 _GEMMA2 = Family(
     gguf.MODEL_ARCH.GEMMA2,
     _GEMMA,
@@ -93,6 +105,16 @@ FAMILIES = {
         fixed=_GEMMA | {"attn_logit_softcapping": None},
         refused=_scaled_otherwise(62),
     ),
+    "Gemma4ForCausalLM": Family(
+        gguf.MODEL_ARCH.GEMMA4,
+        _GEMMA | {"use_bidirectional_attention": "vision"},
+        scalings=("default", PROPORTIONAL),
+        rotates_parts=True,
+        has_windows=True,
+        rounds_activations=True,
+        tokenizer_with_bytes="gemma4",
+        refused=_shared_otherwise,
+    ),
     "Phi3ForCausalLM": Family(gguf.MODEL_ARCH.PHI3, rotates_parts=True),
     "Olmo2ForCausalLM": Family(gguf.MODEL_ARCH.OLMO2, _PLAIN),
     "Olmo3ForCausalLM": Family(gguf.MODEL_ARCH.OLMO2, _PLAIN, has_windows=True),
@@ -101,9 +123,6 @@ FAMILIES = {
     "SeedOssForCausalLM": Family(gguf.MODEL_ARCH.SEED_OSS),
 }
 """Families by the class of the Hugging Face model."""
-
-_SCALINGS = ("default", "linear", "llama3", "yarn")
-"""Types of rotary position embeddings that llama.cpp computes as transformers does."""
 
 _OF_YARN = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 """Yarn parameters that llama.cpp lacks, or reads in another way."""
@@ -136,10 +155,8 @@ def _not_computed(config: PretrainedConfig, family: Family) -> str | None:
         if (given := getattr(config, name, None)) is not None and given != value:
             return f"{name}={given!r}"
     for rope in rope_of(config):
-        if rope["rope_type"] not in _SCALINGS:
+        if rope["rope_type"] not in family.scalings:
             return f"rope_type={rope['rope_type']!r}"
-        if rope["rope_type"] == "llama3" and family is not _LLAMA:
-            return "rope_type='llama3'"
         if rope["rope_type"] == "yarn" and (set_by_hand := sorted(_OF_YARN & rope.keys())):
             return f"{', '.join(set_by_hand)} in its yarn parameters"
         if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.rotates_parts:

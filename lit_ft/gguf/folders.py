@@ -24,7 +24,6 @@ from lit_ft.gguf.verification import check_tensors, check_with_llama, tolerance_
 from lit_ft.gguf.vocabulary import special_tokens_of, vocabulary_of
 from lit_ft.gguf.weights import ModelWeights
 from lit_ft.gguf.writing import AdapterWeights, TokenizerEntries, write_adapter, write_model
-from lit_ft.internals.transformers import portable_attention
 
 MODEL, BASE, ADAPTER = "model-{}.gguf", "base-{}.gguf", "adapter.gguf"
 """Names of the files; with the type of the weights."""
@@ -50,8 +49,8 @@ def check_convertible(skeleton: PreTrainedModel, tokenizer: Tokenizer) -> None:
     Raises:
         RecipeError: the architecture or the tokenizer has no form in GGUF.
     """
-    family_of(type(skeleton).__name__, skeleton.config)
-    vocabulary_of(tokenizer, max(skeleton.config.vocab_size, len(tokenizer)))
+    family = family_of(type(skeleton).__name__, skeleton.config)
+    vocabulary_of(tokenizer, max(skeleton.config.vocab_size, len(tokenizer)), family.tokenizer_with_bytes)
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class HuggingFaceModel:
         """Write a GGUF file, and compare its tensors with the folder's."""
         weights = ModelWeights(self.folder, self.config, self.family, weight_type)
         entries = TokenizerEntries(
-            vocabulary_of(self.tokenizer, self.config.vocab_size),
+            vocabulary_of(self.tokenizer, self.config.vocab_size, self.family.tokenizer_with_bytes),
             special_tokens_of(self.tokenizer, self.ends),
             self.tokenizer.chat_template,
         )
@@ -94,9 +93,9 @@ class HuggingFaceModel:
         count = check_tensors(path, weights)
         rank_zero_info(f"{path.name}: {count} tensors read back; they differ by rounding alone")
 
-    def load(self) -> PreTrainedModel:
-        """The model with its weights, in evaluation mode."""
-        return AutoModelForCausalLM.from_pretrained(self.folder).eval()
+    def load(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """The model with its weights, in evaluation mode; in the dtype of its files unless another one is given."""
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype or "auto").eval()
 
     def check(
         self,
@@ -179,16 +178,20 @@ def write_adapter_folder(
         peft, model = temporary / "peft", HuggingFaceModel(temporary / "base", tokenizer)
         save_peft(peft)
         base = build_base().eval()
-        base.set_attn_implementation(portable_attention(base))
-        save_merged(base, model.folder, tokenizer, texts=generation_texts(base, tokenizer), text_only=True)
         base_type = weight_type or _BY_DTYPE[base.dtype]
+        save_merged(base, model.folder, tokenizer, texts=generation_texts(base, tokenizer), text_only=True)
+        del base  # the comparison reads it anew, in the precision of the file
         base_file, adapter_file = temporary / BASE.format(base_type), temporary / ADAPTER
         model.write(base_file, "base", base_type)
         weights = AdapterWeights(peft, model.config, model.family)
         write_adapter(adapter_file, name, weights)
         count = check_tensors(adapter_file, weights)
         rank_zero_info(f"{ADAPTER}: {count} tensors read back; they differ by rounding alone")
-        model.check(base_file, base_type, lambda: PeftModel.from_pretrained(base, peft).eval(), adapter_file)
+
+        def reference() -> PeftModel:
+            return PeftModel.from_pretrained(model.load(MERGED_DTYPES[base_type]), peft).eval()
+
+        model.check(base_file, base_type, reference, adapter_file)
         if weight_type is None:
             base_file.unlink()
         for source in (model.folder, peft):

@@ -13,6 +13,15 @@ from lit_ft.gguf.architectures import Family
 from lit_ft.model.architecture import Architecture
 
 _DELTA_NET = ".linear_attn."
+_RENAMED = {
+    ".dt_bias": ".dt_proj.bias",
+    ".layer_scalar": ".layer_scalar.weight",
+    ".experts.gate_up_proj": ".experts.gate_up_proj.weight",
+    ".experts.down_proj": ".experts.down_proj.weight",
+    ".router.scale": ".router.proj.scale",
+    ".router.per_expert_scale": ".experts.down_proj.scale",
+}
+"""Endings of names that gguf's table has otherwise."""
 
 
 def names_of(family: Family, config: PretrainedConfig) -> Callable[[str], str]:
@@ -20,7 +29,9 @@ def names_of(family: Family, config: PretrainedConfig) -> Callable[[str], str]:
     names = gguf.get_tensor_name_map(family.arch, config.num_hidden_layers)
 
     def name_in_gguf(name: str) -> str:
-        gguf_name = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
+        ending = next((ending for ending in _RENAMED if name.endswith(ending)), "")
+        renamed = name.removesuffix(ending) + _RENAMED.get(ending, "")
+        gguf_name = names.get_name(renamed, (".weight", ".bias", ".scale"))
         if gguf_name is None:
             raise RecipeError(f"the tensor {name} has no name in GGUF's {family.arch.name}; leave out --gguf")
         return gguf_name

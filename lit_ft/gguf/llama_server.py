@@ -3,6 +3,7 @@
 llama.cpp ends the process in which a file is damaged; here that process is not the one that exports.
 """
 
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -43,10 +44,11 @@ def llama_server(model: Path, lora: Path | None = None, positions: int = 512) ->
     options = ["--lora", str(lora)] if lora is not None else []
     options += ["--positions", str(positions)]
     command = [sys.executable, "-m", "lit_ft.gguf.llama_server", str(model), *options]
+    quiet = os.environ | {"GGML_NO_BACKTRACE": "1"}  # its lines would hide the reason, and a debugger takes a minute
     with (
         TemporaryFile("w+", encoding="utf-8", errors="replace") as messages,
         # The server ends when its standard input does, also after a kill of this process.
-        subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=messages, text=True) as server,
+        subprocess.Popen(command, env=quiet, stdin=PIPE, stdout=PIPE, stderr=messages, text=True) as server,
     ):
         assert server.stdin is not None
         assert server.stdout is not None

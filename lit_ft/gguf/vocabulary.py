@@ -19,6 +19,11 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 MOST_ENDS = 3
 """llama.cpp has three names for tokens that end an answer: of a sequence, a turn and a message."""
 _SPACE = "\u2581"
+_PRE_TOKENIZERS = {"llama": "default", "gemma4": None}
+_VISIBLE = frozenset(
+    '<|channel> <channel|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|>'.split()  # Gemma 4
+)
+"""Special tokens that llama.cpp's parser of answers reads: the text of an answer is without control tokens."""
 
 
 @dataclass(frozen=True)
@@ -26,35 +31,37 @@ class Vocabulary:
     """Tokens and merges in the form of llama.cpp."""
 
     model: str
-    """``gpt2`` for byte-level BPE, ``llama`` for BPE with bytes as tokens (SentencePiece)."""
-    pre_tokenizer: str
+    """``gpt2`` for byte-level BPE, ``llama`` (by scores) or ``gemma4`` (by merges) for BPE with bytes as tokens."""
+    pre_tokenizer: str | None
     tokens: list[str]
     types: list[TokenType]
     merges: list[str]
     scores: list[float]
-    """Of ``llama`` alone: the order in which pairs of tokens are joined, as negative numbers."""
+    """With bytes as tokens: the order in which pairs of tokens are joined, as negative numbers."""
     adds_space: bool
-    """Of ``llama`` alone: whether a text begins with a space."""
+    """With bytes as tokens: whether a text begins with a space."""
 
     def write(self, writer: gguf.GGUFWriter) -> None:
         """Write the entries of the file."""
         writer.add_tokenizer_model(self.model)
-        writer.add_tokenizer_pre(self.pre_tokenizer)
+        if self.pre_tokenizer is not None:
+            writer.add_tokenizer_pre(self.pre_tokenizer)
         writer.add_token_list(self.tokens)
         writer.add_token_types(self.types)
-        if self.model == "llama":
+        if self.scores:
             writer.add_token_scores(self.scores)
             writer.add_add_space_prefix(self.adds_space)
-        else:
+        if self.model != "llama":
             writer.add_token_merges(self.merges)
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int, with_bytes: str) -> Vocabulary:
     """Vocabulary of a tokenizer.
 
     Args:
         tokenizer: tokenizer with its added tokens.
         size: rows of the model's embedding; those without a token get a name that no text has.
+        with_bytes: name of llama.cpp's tokenizer for BPE that has bytes as tokens.
 
     Raises:
         RecipeError: llama.cpp cannot tokenize as this tokenizer does.
@@ -69,8 +76,8 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     pairs = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
     tokens, types = _tokens(tokenizer, model, size, has_bytes)
     return Vocabulary(
-        model="llama" if has_bytes else "gpt2",
-        pre_tokenizer="default" if has_bytes else pre_tokenizer_of(content),
+        model=with_bytes if has_bytes else "gpt2",
+        pre_tokenizer=_PRE_TOKENIZERS[with_bytes] if has_bytes else pre_tokenizer_of(content),
         tokens=tokens,
         types=types,
         # A space within a merge is written as byte-level BPE writes it: spaces separate the two sides.
@@ -93,7 +100,7 @@ def _tokens(
         if number >= size:
             raise RecipeError(f"the token {added.content!r} has the id {number}, and the model has {size} embeddings")
         if types[number] != TokenType.UNKNOWN:
-            is_control = added.special or _CONTROL.fullmatch(added.content)
+            is_control = (added.special or _CONTROL.fullmatch(added.content)) and added.content not in _VISIBLE
             types[number] = TokenType.CONTROL if is_control else TokenType.USER_DEFINED
         tokens[number] = added.content
     return tokens, types

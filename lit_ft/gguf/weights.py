@@ -90,14 +90,7 @@ class ModelWeights:
             read = {name: file.tensor for file in files for name in file.names}
             for name, sources in _with_experts_together(read).items():
                 values = [read[source](source) for source in sources]
-                if name.endswith(".experts.gate_up_proj"):
-                    gate, up = values[0].chunk(2, dim=1)
-                    yield name.replace("gate_up_proj", "gate_proj.weight"), gate
-                    yield name.replace("gate_up_proj", "up_proj.weight"), up
-                elif name.endswith(".experts.down_proj"):
-                    yield f"{name}.weight", values[0]
-                else:
-                    yield name, torch.stack(values) if _EXPERT.fullmatch(sources[0]) else values[0]
+                yield name, torch.stack(values) if _EXPERT.fullmatch(sources[0]) else values[0]
 
 
 def _with_experts_together(names: Iterable[str]) -> dict[str, list[str]]:

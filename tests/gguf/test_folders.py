@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import gguf
+import peft
 import pytest
 import torch
 from lit_callbacks.export.merge_check import MergeFailed
@@ -30,7 +32,7 @@ from transformers import (
 from lit_ft.data.text.chat_template import BUILT_IN
 from lit_ft.errors import RecipeError
 from lit_ft.gguf import WeightType, weights
-from lit_ft.gguf.folders import check_convertible, write_merged_folder
+from lit_ft.gguf.folders import check_convertible, write_adapter_folder, write_merged_folder
 from lit_ft.gguf.ollama import ollama_name
 from lit_ft.gguf.pre_tokenizers import EXPRESSIONS
 from lit_ft.gguf.verification import check_tensors
@@ -78,7 +80,7 @@ def byte_level(name: str, ends: list[str], bos: str | None = None) -> PreTrained
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=ends[0], bos_token=bos)
 
 
-def sentencepiece() -> PreTrainedTokenizerFast:
+def sentencepiece(texts: Sequence[str] = TEXTS) -> PreTrainedTokenizerFast:
     """Tokenizer of Llama 2's kind: BPE over characters, bytes as tokens, a space before each text."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -86,7 +88,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=310, special_tokens=["<unk>", "<s>", "</s>", *of_bytes], limit_alphabet=20, max_token_length=4
     )
-    backend.train_from_iterator(TEXTS, trainer)
+    backend.train_from_iterator(texts, trainer)
     content = backend.to_str()
     backend = Tokenizer.from_str(content)
     backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
@@ -94,8 +96,9 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 
 
 def gemma_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer of Gemma's kind: that of Llama 2's without a space before a text."""
-    content = json.loads(sentencepiece().backend_tokenizer.to_str())
+    """Tokenizer of Gemma's kind: Llama 2's without a space before a text; no token has a line break and other text."""
+    lines = [line for text in TEXTS for line in text.splitlines()]
+    content = json.loads(sentencepiece(lines).backend_tokenizer.to_str())
     split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     content |= {"normalizer": content["normalizer"]["normalizers"][1], "pre_tokenizer": split}
     backend = Tokenizer.from_str(json.dumps(content))
@@ -136,7 +139,9 @@ def written(
     model.generation_config.eos_token_id = list(ends) if tokenizer.eos_token_id == 0 else tokenizer.eos_token_id
 
     def save(folder: Path, dtype: torch.dtype | None) -> None:
-        (model if dtype is None else model.to(dtype)).save_pretrained(folder)
+        # Qwen3.5's published files have the experts of a layer in one tensor.
+        per_expert = model.config.model_type != "qwen3_5_moe_text"
+        (model if dtype is None else model.to(dtype)).save_pretrained(folder, save_original_format=per_expert)
 
     check_convertible(model, tokenizer)
     write_merged_folder(to, "tiny", save, tokenizer, weight_type)
@@ -154,6 +159,26 @@ DELTA_NET = {
     "linear_value_head_dim": 16,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 8,
+    "final_logit_softcapping": 4.0,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 320,
+}
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], WeightType]] = [
     ("mixtral", {"num_local_experts": 4}, sentencepiece, "bf16"),
@@ -163,6 +188,8 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], W
     ("qwen3_5_moe_text", DELTA_NET | SHARED, chatml_tokenizer, "f32"),
     ("gemma2", GEMMA | {"final_logit_softcapping": 4.0, "attn_logit_softcapping": 3.0}, gemma_tokenizer, "f32"),
     ("gemma3_text", GEMMA | {"num_hidden_layers": 6}, gemma_tokenizer, "f32"),
+    ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}, gemma_tokenizer, "f32"),
+    ("gemma4_text", GEMMA4 | GEMMA4_EXPERTS, gemma_tokenizer, "f32"),
     ("phi3", {"pad_token_id": 0}, sentencepiece, "f32"),
     ("olmo2", {}, llama3_tokenizer, "f32"),
     ("olmo3", {"num_hidden_layers": 4, "sliding_window": 8}, llama3_tokenizer, "f32"),
@@ -192,7 +219,7 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], W
     ],
     ids=[
         *("llama3", "llama-bias", "mistral-sentencepiece", "qwen2-yarn", "qwen2-linear-q8_0", "qwen3"),
-        *(f"{kind}-{weight_type}" for kind, _, _, weight_type in OTHERS),
+        *(f"{kind}-{'moe-' * ('top_k_experts' in options)}{weight_type}" for kind, options, _, weight_type in OTHERS),
     ],
 )
 def test_llama_cpp_computes_what_transformers_does(
@@ -214,6 +241,23 @@ def test_llama_cpp_computes_what_transformers_does(
     file = f"model-{weight_type}.gguf"
     assert sorted(path.name for path in folder.iterdir()) == ["Modelfile", "README.md", "manifest.json", file]
     assert f"llama-server -m {file} --jinja" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe", "qwen3_5_text", "gemma3_text", "phi3"])
+def test_an_adapter_of_all_linear_layers(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    options, tokenizer = next(
+        ((options, tokenizer) for other, options, tokenizer, _ in OTHERS if other == kind), ({}, llama3_tokenizer)
+    )
+    base = random(AutoModelForCausalLM.from_config, CONFIG_MAPPING[kind], **options)
+    base.generation_config.eos_token_id = 0
+
+    def save(folder: Path) -> None:
+        lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        peft.get_peft_model(deepcopy(base), lora).save_pretrained(folder)
+
+    write_adapter_folder(tmp_path / "gguf", "tiny", save, lambda: base.to(torch.bfloat16), tokenizer(), "f32")
+    assert "GGUF verified: llama.cpp's log-probabilities differ by" in caplog.text
 
 
 def test_the_tokens_of_the_file_are_those_of_the_tokenizer(tmp_path: Path) -> None:
