@@ -112,6 +112,7 @@ CASES: dict[str, tuple[str, str]] = {
     "no micro-batch": ("trainer: {accumulate_grad_batches: 0}", "accumulate_grad_batches=0 must be 1 or more"),
     "no node": ("trainer: {num_nodes: 0}", "trainer.num_nodes=0 must be 1 or more"),
     "logging between no steps": ("trainer: {log_every_n_steps: -1}", "trainer.log_every_n_steps=-1 must be 0 or more"),
+    "fewer batches than none": ("trainer: {num_sanity_val_steps: -2}", "num_sanity_val_steps=-2 must be -1 or more"),
     "no rank": ("model: {peft: {init_args: {r: 0}}}", "model.peft: r=0 must be 1 or more, e.g. 8"),
     "negative dropout": (
         "model: {peft: {init_args: {lora_dropout: -1}}}",
@@ -188,7 +189,7 @@ CASES: dict[str, tuple[str, str]] = {
         "optimizer: ValueError: a learning rate of 0 trains nothing",
     ),
     "no scale": ("model: {peft: {init_args: {lora_alpha: 0}}}", "model.peft: lora_alpha=0 must be above 0: the adap"),
-    "negative noise": ("model: {neftune_alpha: -5}", "model.neftune_alpha=-5.0 must be above 0, e.g. 5; null adds no"),
+    "negative noise": ("model: {neftune_alpha: -5}", "model.neftune_alpha=-5.0 must be above 0 and finite, e.g. 5"),
     "a duration": ("trainer: {max_time: 1 hour}", "Expected a string in the format DD:HH:MM:SS"),
     "a misspelt metric": (
         "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {monitor: val_loss}}]}\n"
