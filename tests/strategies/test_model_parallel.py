@@ -892,6 +892,13 @@ EXPERT_CASES = {
         ],
         "an adapter changes experts to ModulesToSaveWrapper, of which each rank would compute a part as if it were all",
     ),
+    "a sharded layer in full, tensor": (
+        [
+            *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            *("--model.peft.init_args.target_modules=[q_proj]", "--model.peft.init_args.modules_to_save=[o_proj]"),
+        ],
+        r"model.peft: modules_to_save trains o_proj of \w+Attention in full, which tensor parallelism shards",
+    ),
     "by PEFT": (
         [
             *("--trainer.devices=2", f"{S}expert_parallel_size=2", "--model.peft=peft.LoraConfig"),
