@@ -104,8 +104,8 @@ class ParallelDims:
             kind = "pipeline" if name in ("num_microbatches", "layers_per_stage") else "tensor"
             if value and getattr(sizes, kind) == 1:
                 rank_zero_warn(
-                    f"trainer.strategy {name}={value} has no effect with {kind}_parallel_size=1; leave it out, or raise "
-                    "that size"
+                    f"trainer.strategy {name}={value} has no effect with {kind}_parallel_size=1; leave it out, or "
+                    "raise that size"
                 )
 
     def check_model(self, sizes: MeshSizes, module: nn.Module, skeleton: nn.Module) -> None:
