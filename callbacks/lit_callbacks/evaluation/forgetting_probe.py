@@ -92,7 +92,8 @@ class ForgettingProbe(Callback):
         writers = [one for one in callbacks if isinstance(one, ForgettingProbe | SampleGenerations) and one is not self]
         if stage == "fit" and (other := next((one for one in writers if one._file(trainer) == mine), None)) is not None:
             raise ValueError(
-                f"ForgettingProbe and another callback, {type(other).__name__}, write {str(mine)!r}; give each its own path="
+                f"ForgettingProbe and another callback, {type(other).__name__}, write {str(mine)!r}; give each its own "
+                "path="
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
