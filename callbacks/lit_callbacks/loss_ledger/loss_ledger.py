@@ -87,7 +87,14 @@ class LossLedger(Callback):
             texts: function from ids to texts by id, to print the reported samples and to tell duplicates from samples
                 with similar losses by chance; None takes the data module's method ``sample_texts(ids)``, where it has
                 one.
+
+        Raises:
+            ValueError: a number is not positive.
         """
+        if write_every_n_steps < 1 or top < 1:
+            raise ValueError(
+                f"LossLedger(write_every_n_steps={write_every_n_steps}, top={top}): each must be 1 or more"
+            )
         self.folder = None if folder is None else Path(folder)
         self.write_every_n_steps, self.top = write_every_n_steps, top
         self.ids, self.sources, self.texts = ids, sources, texts
