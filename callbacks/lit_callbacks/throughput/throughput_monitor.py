@@ -117,7 +117,7 @@ class ThroughputMonitor(Callback):
         """
         if window < 1 or skip_steps < 0:
             raise ValueError(
-                f"ThroughputMonitor(window={window}, skip_steps={skip_steps}): window must be 1 or more, and skip_steps "
+                f"ThroughputMonitor(window={window}, skip_steps={skip_steps}): window must be 1 or more, skip_steps "
                 "0 or more"
             )
         if isinstance(peak, str) and peak not in ("datasheet", "measure"):
