@@ -46,6 +46,8 @@ class Run:
         if self.data.get("mixing", "concatenate") != "concatenate":
             sources = [replace(source, weight=float(number + 1)) for number, source in enumerate(sources)]
         options = {"micro_batch_size": 2, "max_length": 64, "tokenize_workers": 0, **self.data}
+        if not options.get("streaming"):
+            options.pop("shuffle_buffer", None)  # of the cases that stream
         return module, TextDataModule(sources=sources, val_path=self.val_path, **options)
 
     def fit(

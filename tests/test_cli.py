@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import yaml
 from command_line import losses, recipe, run
 from lit_callbacks.lifecycle.graceful_stop import StopRequested
+from peft.utils.save_and_load import _validate_lora_adapter_state_dict
 from shared_fixtures import make_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +29,19 @@ from lit_ft.cli import COMMANDS, main
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
+
+
+def test_biases_of_lora_are_not_taken_for_shards_and_shards_are() -> None:
+    bias, shard = {"q.lora_B.bias": torch.zeros(4)}, {"q.lora_A.weight": torch.zeros(0)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for message in cli._CHATTER:
+            warnings.filterwarnings("ignore", message=message)
+        for number in (1, 3, 5):
+            _validate_lora_adapter_state_dict({f"{n}.{name}": one for n in range(number) for name, one in bias.items()})
+        assert not said
+        _validate_lora_adapter_state_dict(bias | shard)
+    assert "were not gathered" in str(said[0].message)
 
 
 def test_help_is_quick_and_lists_every_command() -> None:

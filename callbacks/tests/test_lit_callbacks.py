@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lit_callbacks import AdapterMerger, GracefulStop, StopRequested
+from lit_callbacks import AdapterMerger, GracefulStop, LossLedger, SpikeGuard, StopRequested, ThroughputMonitor
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -57,6 +58,21 @@ def test_graceful_stop_between_optimizer_steps(tmp_path: Path, number: signal.Si
     assert stop.value.exit_code == 128 + number
     assert torch.load(stop.value.checkpoint, weights_only=True)["global_step"] == 2
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LossLedger(write_every_n_steps=0),
+        lambda: LossLedger(top=-1),
+        lambda: ThroughputMonitor(window=0),
+        lambda: ThroughputMonitor(skip_steps=-1),
+        lambda: SpikeGuard(threshold=float("nan")),
+    ],
+)
+def test_numbers_out_of_range(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        make()
 
 
 def test_signals_are_given_back_after_a_whole_run(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def convert_data(
         path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None
     )
     skips = option_called(MAY_BE_SKIPPED, "; correct the row, or remove it")
-    with skips, option_called("model.pretrained", "--tokenizer"):
+    with skips, option_called("model.pretrained", "--tokenizer"), option_called("data.s", "--s"):
         data.load(load_tokenizer(tokenizer))
     samples = data.splits["train"]
     with _folder_beside(prefix) as folder:

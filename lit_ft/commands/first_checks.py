@@ -21,12 +21,13 @@ from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, log_own_metrics, losses_of_sources
 from lit_ft.recipe.checks import allow_one_loader
+from lit_ft.recipe.trainer_checks import warn_of_no_validation
 from lit_ft.run import predictions
 from lit_ft.run.launching import is_rank_zero
 from lit_ft.run.repeated_lines import without_repetitions
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.optimizers.configure import check_total_steps, try_out
-from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
+from lit_ft.training.steps.lightning_callbacks import check_accumulation, check_lightning_callbacks
 from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 from lit_ft.tuning import wrapping
 from lit_ft.tuning.adapters import recorded_options
@@ -64,6 +65,7 @@ class FirstChecks:
         if is_fit and isinstance(model, CausalLM):
             check_lightning_strategy(type(self.trainer.strategy))
             check_lightning_callbacks(self.callbacks, self.trainer.strategy)
+            check_accumulation(self.callbacks, self.options.trainer.accumulate_grad_batches, self.trainer.strategy)
         if isinstance(strategy, ChecksRecipe):
             strategy.check(self.trainer, model, self.data)
         if isinstance(model, CausalLM):
@@ -127,6 +129,8 @@ class FirstChecks:
         """Check that callbacks and schedule get the validations and the steps that they wait for."""
         has_data = self.data.splits.validates if isinstance(self.data, TextDataModule) else True
         validates = bool(has_data and self.options.trainer.limit_val_batches != 0)
+        if not validates:
+            warn_of_no_validation(self.options.trainer)
         logs_more = log_own_metrics([model, *self.callbacks])
         losses = losses_of_sources(self.data) if isinstance(self.data, TextDataModule) else None
         check_callbacks(self.callbacks, validates, logs_more, losses)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.errors import RecipeError
 
+DEFAULT_SHUFFLE_BUFFER = 10_000
+"""Rows that streaming shuffles at a time, where a recipe says nothing."""
 MOST_WORKERS = 256
 """Maximum number of processes that load or tokenize data: a larger number is a mistake that would stop the machine."""
 
@@ -18,6 +20,7 @@ def check_numbers(
     max_length: int | None,
     packing: int | bool | Literal["off"] | None,
     micro_batch_size: int,
+    micro_batch_tokens: int | None,
     shuffle_buffer: int,
     num_workers: int,
     tokenize_workers: int | None,
@@ -35,14 +38,37 @@ def check_numbers(
         )
     if isinstance(packing, int) and packing < 0:
         raise RecipeError(f"data.packing={packing} must be the token budget of a packed sequence, e.g. 2048, or off")
-    for name, value in (("micro_batch_size", micro_batch_size), ("shuffle_buffer", shuffle_buffer)):
-        if value < 1:
+    counts = {
+        "micro_batch_size": micro_batch_size,
+        "micro_batch_tokens": micro_batch_tokens,
+        "shuffle_buffer": shuffle_buffer,
+    }
+    for name, value in counts.items():
+        if value is not None and value < 1:
             raise RecipeError(f"data.{name}={value} must be 1 or more")
-    for name, value in (("num_workers", num_workers), ("tokenize_workers", tokenize_workers or 0)):
-        if not 0 <= value <= MOST_WORKERS:
-            raise RecipeError(f"data.{name}={value} must be 0 to {MOST_WORKERS} processes")
+    for name, workers in (("num_workers", num_workers), ("tokenize_workers", tokenize_workers or 0)):
+        if not 0 <= workers <= MOST_WORKERS:
+            raise RecipeError(f"data.{name}={workers} must be 0 to {MOST_WORKERS} processes")
     if max_length is not None and max_length < 2:
         raise RecipeError(f"data.max_length={max_length} leaves nothing to predict; set it to 2 tokens or more")
+
+
+def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -> None:
+    """Refuse options that streaming cannot follow, and one that is for streaming alone.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    if streaming and val_fraction:
+        raise RecipeError(
+            f"data.val_fraction={val_fraction} needs all rows at once, which data.streaming=true never has; set "
+            "data.val_path"
+        )
+    if not streaming and shuffle_buffer != DEFAULT_SHUFFLE_BUFFER:
+        raise RecipeError(
+            f"data.shuffle_buffer={shuffle_buffer} has no effect without data.streaming=true, as all rows are shuffled "
+            "at once; leave it out"
+        )
 
 
 def check_system(system: str | None) -> None:
@@ -83,6 +109,23 @@ def check_no_weights(sources: Sequence[Source], option: str) -> None:
         raise RecipeError(
             f"{option}: weight={weighted.weight:g} of {weighted.title!r} has no effect, as a validation takes every "
             "sample once; leave it out, or shorten the source with max_rows"
+        )
+
+
+def check_mixed(sources: Sequence[Source], mixing: str) -> None:
+    """Refuse a mixture of one source.
+
+    Raises:
+        RecipeError: there is one, with a weight, or with a way to mix it.
+    """
+    if len(sources) != 1:
+        return
+    weight = sources[0].weight
+    given = f"data.mixing={mixing}" if weight is None else f"data.sources: weight={weight:g} of {sources[0].title!r}"
+    if weight is not None or mixing != "concatenate":
+        raise RecipeError(
+            f"{given} has no effect with one source, which is read once per epoch; leave it out, or give further "
+            "data.sources"
         )
 
 

@@ -62,11 +62,27 @@ class DataSplits(UserDict[str, Samples]):
     def has_questions(self) -> bool:
         """Whether `predict` has rows to answer."""
         asked = self.sources["test"] or self.sources["val"] or (self.sources["train"] if self._val_fraction else [])
-        return any(
-            self.preparation.tokenization(source).format not in ("completion", "tokenized")
-            for source in asked
-            if source.index_prefix is None
-        )
+        return any(map(self._may_hold_conversations, asked))
+
+    def _may_hold_conversations(self, source: Source) -> bool:
+        is_indexed = source.index_prefix is not None
+        return not is_indexed and self.preparation.tokenization(source).format not in ("completion", "tokenized")
+
+    def check_options_of_conversations(self) -> None:
+        """Refuse options of conversations where there are none, but raw text or token ids alone.
+
+        Raises:
+            RecipeError: one is given for a source without conversations, or for all of the data, which has none.
+        """
+        every = [source for sources in self.sources.values() for source in sources]
+        vain = [one for one in every if one.system and not self._may_hold_conversations(one)]
+        given = [f"{source.path}: system={source.system!r}" for source in vain]
+        if (ours := self.preparation.of_conversations) and not any(map(self._may_hold_conversations, every)):
+            given += [f"data.{name}={value!r}" for name, value in ours.items()]
+        if given:
+            raise RecipeError(
+                f"{given[0]} has no effect on raw text or token ids, and there are no conversations; leave it out"
+            )
 
     @property
     def longest_sample(self) -> int | None:

@@ -21,7 +21,16 @@ from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, batch_geo
 from lit_ft.data.loaders.mixing import Strategy, check_weights
 from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
-from lit_ft.data.option_checks import check_exclusive, check_no_weights, check_numbers, check_system, sources_of
+from lit_ft.data.option_checks import (
+    DEFAULT_SHUFFLE_BUFFER,
+    check_exclusive,
+    check_mixed,
+    check_no_weights,
+    check_numbers,
+    check_streaming,
+    check_system,
+    sources_of,
+)
 from lit_ft.data.splits import DataSplits
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName, Source
@@ -68,7 +77,7 @@ class TextDataModule(LightningDataModule):
         packing: int | bool | Literal["off"] | None = None,
         shuffle: bool = True,
         streaming: bool = False,
-        shuffle_buffer: int = 10_000,
+        shuffle_buffer: int = DEFAULT_SHUFFLE_BUFFER,
         cache_dir: str | None = None,
         tokenize_workers: int | None = None,
         num_workers: int = 0,
@@ -119,17 +128,12 @@ class TextDataModule(LightningDataModule):
             num_workers: number of DataLoader processes that build packed batches; 0 is right unless batches are huge.
         """
         super().__init__()
-        check_numbers(
-            val_fraction, max_length, packing, micro_batch_size, shuffle_buffer, num_workers, tokenize_workers
-        )
+        counts = micro_batch_size, micro_batch_tokens, shuffle_buffer
+        check_numbers(val_fraction, max_length, packing, *counts, num_workers, tokenize_workers)
         check_system(system)
         check_exclusive(path=path, sources=sources)
         check_exclusive(val_path=val_path, val_sources=val_sources, val_fraction=val_fraction)
-        if streaming and val_fraction:
-            raise RecipeError(
-                f"data.val_fraction={val_fraction} needs all rows at once, which data.streaming=true never has; set "
-                "data.val_path"
-            )
+        check_streaming(streaming, val_fraction, shuffle_buffer)
         given = {"train": (path, sources), "val": (val_path, val_sources), "test": (test_path, None)}
         read = {split: sources_of(*one, format, columns) for split, one in given.items()}
         check_no_weights(read["val"], "data.val_sources")
@@ -140,6 +144,7 @@ class TextDataModule(LightningDataModule):
         )
         self.splits = DataSplits(read, named, val_fraction, preparation, chat_template)
         """Data sets, and the samples of those that were read."""
+        check_mixed(read["train"], mixing)
         self.mixing = check_weights([source.weight for source in read["train"]], mixing)
         if streaming and mixing != "concatenate" and self.mixing.weights is None and len(read["train"]) > 1:
             raise RecipeError(
@@ -186,6 +191,7 @@ class TextDataModule(LightningDataModule):
         sources = self.splits.sources
         if not sources["train"]:
             raise RecipeError("data.path is not set; name the training data with --data.path FILE")
+        self.splits.check_options_of_conversations()
         if sources["val"]:
             self.splits.read("val")
             self.splits.say_what_is_shared()
@@ -464,6 +470,11 @@ class TextDataModule(LightningDataModule):
         )
         if split in ("train", "val") and _overfits(self.trainer):
             _check_overfitted_share(split, len(loader), self.trainer.overfit_batches)  # type: ignore[attr-defined]
+        if isinstance(limit, float) and loader.batches == 0 < len(loader):
+            raise RecipeError(
+                f"trainer.limit_train_batches={limit} is less than one of the {len(loader):,} micro-batches of an "
+                f"epoch; set at least {-(-1000 // len(loader)) / 1000:g}, or a number of them, e.g. 1"
+            )
         return loader
 
 

@@ -54,6 +54,7 @@ _LEAST = {
     "gradient_clip_val": 0,
     "log_every_n_steps": 0,
     "num_nodes": 1,
+    "num_sanity_val_steps": -1,
 }
 """Smallest values of options that Lightning takes as they are."""
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.other_trainers import CLASSES
@@ -152,6 +154,25 @@ def check_trainer(options: Namespace) -> None:
         check_lightning_strategy(getattr(import_module(module), name))
     with explained_trainer("cpu"):
         quiet_trainer(accelerator="cpu", **given)
+
+
+_OF_VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps")
+
+
+def warn_of_no_validation(options: Namespace) -> None:
+    """Warn of options for validations in a run that has none; a value of 0 asks for none.
+
+    Args:
+        options: options of ``trainer`` in a recipe.
+    """
+    defaults = signature(Trainer).parameters
+    own = {name: (0, defaults[name].default) for name in _OF_VALIDATION}
+    given = [f"trainer.{name}={options[name]}" for name in _OF_VALIDATION if options[name] not in own[name]]
+    if given:
+        why = "there is no validation data (data.val_path, data.val_fraction)"
+        if options.limit_val_batches == 0:
+            why = f"trainer.limit_val_batches={options.limit_val_batches} leaves no validation"
+        rank_zero_warn(f"{', '.join(given)} without an effect: {why}")
 
 
 def quiet_trainer(**options: Any) -> Trainer:

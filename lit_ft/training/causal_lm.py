@@ -46,7 +46,7 @@ from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
 from lit_ft.training.steps.evaluation_steps import EvaluationStepsModule
 from lit_ft.training.steps.guarded_steps import GuardedStepsModule
-from lit_ft.tuning import method_hooks
+from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.adapters import adapter_files
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
@@ -86,7 +86,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         cuda_graphs: bool = False,
         liger: bool = False,
         fused_lora: bool = True,
-        init_rows: int = 64,
+        init_rows: int = lora_init.DEFAULT_ROWS,
         neftune_alpha: float | None = None,
         router_aux_loss: RouterAuxLoss = None,
         max_new_tokens: int = 256,
@@ -189,6 +189,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
         for name in ("init_rows", "max_new_tokens"):
             if (value := getattr(self, name)) < 1:
                 raise RecipeError(f"model.{name}={value} must be 1 or more")
+        lora_init.check_rows(self.init_rows, self.spec.tuning.peft)
         skeleton = self.spec.check(self.start, self._device_of_run())
         trains = [f"model.{name}" for name, p in skeleton.named_parameters() if p.requires_grad]
         match_options(trains, self.lr_factors, self.no_weight_decay)

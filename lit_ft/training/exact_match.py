@@ -60,7 +60,15 @@ class ExactMatch(Callback):
             max_new_tokens: largest number of tokens of an answer.
             batch_size: number of prompts per batch.
             samples: number of answers to print after training.
+
+        Raises:
+            RecipeError: a number is out of range.
         """
+        if max_new_tokens < 1 or batch_size < 1 or samples < 0:
+            raise RecipeError(
+                f"ExactMatch: max_new_tokens={max_new_tokens} and batch_size={batch_size} must be 1 or more, and "
+                f"samples={samples} 0 or more"
+            )
         self.max_new_tokens, self.batch_size, self.samples = max_new_tokens, batch_size, samples
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,5 +1,6 @@
 """Description of a model as it is trained: base model, tuning method, and how its passes run."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -64,8 +65,10 @@ class TrainingSpec:
             )
         if self.liger and self.compile:
             raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
-        if self.neftune_alpha is not None and not self.neftune_alpha > 0:
-            raise RecipeError(f"model.neftune_alpha={self.neftune_alpha} must be above 0, e.g. 5; null adds no noise")
+        if self.neftune_alpha is not None and not 0 < self.neftune_alpha < math.inf:
+            raise RecipeError(
+                f"model.neftune_alpha={self.neftune_alpha} must be above 0 and finite, e.g. 5; null adds no noise"
+            )
         compiled_layers.check(self.compile)
         cuda_graphs.check(
             self.cuda_graphs,

@@ -33,6 +33,9 @@ FROM_DATA = ("eva", "corda", "lora_ga")
 FROM_THE_BASE = ("pissa", "olora", "corda", "lora_ga")
 """Prefixes of values of ``init_lora_weights`` that subtract the initial adapter from the base weights."""
 
+DEFAULT_ROWS = 64
+"""Micro-batches of training data that an init reads, where a recipe says nothing."""
+
 _EVA_PASSES = 50
 """Maximum number of passes over the data for EVA, which repeats them without limit until its directions converge."""
 
@@ -51,6 +54,18 @@ def init_of(peft: PeftConfig | None) -> str:
     if not isinstance(peft, LoraConfig) or not isinstance(peft.init_lora_weights, str):
         return ""
     return peft.init_lora_weights
+
+
+def check_rows(rows: int, peft: PeftConfig | None) -> None:
+    """Refuse a number of micro-batches for an init that reads none.
+
+    Raises:
+        RecipeError: it is given, and the config has no such init.
+    """
+    if rows != DEFAULT_ROWS and not init_of(peft).startswith(FROM_DATA):
+        raise RecipeError(
+            f"model.init_rows={rows} has no effect without init_lora_weights of {', '.join(FROM_DATA)}; leave it out"
+        )
 
 
 def needs_init(peft: PeftConfig | None) -> bool:

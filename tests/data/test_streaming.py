@@ -226,10 +226,10 @@ def test_training_that_max_steps_ended_goes_on_with_more_steps(
         data = TextDataModule(
             sources=sources,
             streaming=streaming,
-            shuffle_buffer=20,
             micro_batch_size=2,
             max_length=64,
             tokenize_workers=0,
+            **({"shuffle_buffer": 20} if streaming else {}),
         )
         trainer = make_trainer(max_steps=max_steps, max_epochs=9, accumulate_grad_batches=2)
         module = CausalLM(model_folder, lr_scheduler=schedule)

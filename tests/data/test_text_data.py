@@ -148,6 +148,7 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
     [
         ({"val_fraction": 1.5}, "at least 0 and below 1"),
         ({"micro_batch_size": 0}, "must be 1 or more"),
+        ({"micro_batch_tokens": 0}, "data.micro_batch_tokens=0 must be 1 or more"),
         ({"num_workers": 4_611_686_018_427_387_904}, "must be 0 to 256 processes"),
         ({"tokenize_workers": -1}, "must be 0 to 256 processes"),
         ({"max_length": 1}, "leaves nothing to predict"),
@@ -155,6 +156,8 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
         ({"val_path": "x", "val_fraction": 0.1}, "data.val_path='x' and data.val_fraction=0.1 exclude each other"),
         ({"sources": [Source("a")]}, "data.path='rows.json' and data.sources exclude each other"),
         ({"streaming": True, "val_fraction": 0.1}, "needs all rows at once"),
+        ({"shuffle_buffer": 7}, "data.shuffle_buffer=7 has no effect without data.streaming=true"),
+        ({"mixing": "all_exhausted"}, "data.mixing=all_exhausted has no effect with one source"),
         ({"val_sources": [Source("a/x.json"), Source("b/x.json")]}, "two sources have the name 'x'"),
     ],
 )
@@ -283,6 +286,62 @@ def test_weights_of_validation_are_refused(write_rows: Any) -> None:
     path = write_rows()
     with pytest.raises(RecipeError, match=r"data.val_sources: weight=0.3 of 'rows' has no effect, .* leave it out"):
         TextDataModule(path, val_sources=[Source(path, weight=0.3)])
+
+
+def test_a_weight_of_the_only_source_is_refused(write_rows: Any) -> None:
+    with pytest.raises(RecipeError, match=r"data.sources: weight=0.3 of 'rows' has no effect with one source"):
+        TextDataModule(sources=[Source(write_rows(), weight=0.3)], mixing="all_exhausted")
+
+
+TEXTS = [{"text": "red"}, {"text": "blue"}]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"system": "Be brief."}, "data.system='Be brief.' has no effect on raw text"),
+        ({"supervise": "last"}, "data.supervise='last' has no effect on raw text or token ids"),
+    ],
+)
+def test_options_of_conversations_are_refused_where_there_are_none(
+    write_rows: Any, options: Any, message: str, streaming: bool
+) -> None:
+    texts, chats = write_rows(TEXTS, name="texts.json"), write_rows(name="chats.json")
+    with pytest.raises(RecipeError, match=message):
+        TextDataModule(texts, val_path=texts, streaming=streaming, **options).load(make_tokenizer())
+    TextDataModule(texts, val_path=chats, streaming=streaming, **options).load(make_tokenizer())
+    both = [Source(texts), Source(chats)]
+    TextDataModule(sources=both, streaming=streaming, **options).load(make_tokenizer())
+
+
+def test_a_system_prompt_of_a_source_of_raw_text_is_refused(write_rows: Any) -> None:
+    texts, chats = write_rows(TEXTS, name="texts.json"), write_rows(name="chats.json")
+    data = TextDataModule(sources=[Source(texts, system="Be brief."), Source(chats)])
+    with pytest.raises(RecipeError, match=r"texts.json: system='Be brief.' has no effect on raw text"):
+        data.load(make_tokenizer())
+
+
+def test_prompts_of_text_that_get_no_system_prompt_are_counted(
+    write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    turns = [[{"role": "user", "content": "red"}], [{"role": "assistant", "content": "blue"}]]
+    rows = [{"prompt": "red", "completion": "blue"}, dict(zip(("prompt", "completion"), turns, strict=True))]
+    load(write_rows, rows, system="Be brief.")
+    assert "1 of 2 rows: text without turns, on which data.system and data.supervise have no effect" in caplog.text
+    caplog.clear()
+    load(write_rows, rows)
+    assert "without turns" not in caplog.text
+
+
+@pytest.mark.parametrize("limit", [0.0001, 0.05])
+def test_a_share_of_less_than_one_micro_batch(
+    make_trainer: Any, model_folder: str, write_rows: Any, limit: float
+) -> None:
+    trainer = make_trainer(max_steps=1, limit_train_batches=limit)
+    with pytest.raises(RecipeError, match=rf"limit_train_batches={limit} is less than one of the 11 .* at least 0.091"):
+        trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), micro_batch_size=2))
 
 
 def test_a_source_of_one_row_cannot_be_split(write_rows: Any) -> None:

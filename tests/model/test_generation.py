@@ -78,6 +78,12 @@ def test_an_answer_ends_where_the_template_ends_a_turn(
     ]
 
 
+@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"batch_size": 0}, {"samples": -1}])
+def test_exact_match_of_numbers_out_of_range(options: dict[str, int]) -> None:
+    with pytest.raises(RecipeError, match="must be 1 or more, and samples="):
+        ExactMatch(**options)
+
+
 def test_exact_match_of_data_without_a_conversation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     text = write_rows([{"text": "the red book"}], "text.json")
     trainer = make_trainer(max_steps=1, callbacks=[ExactMatch()])

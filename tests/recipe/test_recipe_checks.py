@@ -3,15 +3,20 @@
 import json
 import logging
 import warnings
+from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import recipe, run
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
 from lit_callbacks.export import merging
 
 from lit_ft import cli
 from lit_ft.cli import main
+from lit_ft.recipe.trainer_checks import warn_of_no_validation
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +117,7 @@ CASES: dict[str, tuple[str, str]] = {
     "no micro-batch": ("trainer: {accumulate_grad_batches: 0}", "accumulate_grad_batches=0 must be 1 or more"),
     "no node": ("trainer: {num_nodes: 0}", "trainer.num_nodes=0 must be 1 or more"),
     "logging between no steps": ("trainer: {log_every_n_steps: -1}", "trainer.log_every_n_steps=-1 must be 0 or more"),
+    "fewer batches than none": ("trainer: {num_sanity_val_steps: -2}", "num_sanity_val_steps=-2 must be -1 or more"),
     "no rank": ("model: {peft: {init_args: {r: 0}}}", "model.peft: r=0 must be 1 or more, e.g. 8"),
     "negative dropout": (
         "model: {peft: {init_args: {lora_dropout: -1}}}",
@@ -188,7 +194,7 @@ CASES: dict[str, tuple[str, str]] = {
         "optimizer: ValueError: a learning rate of 0 trains nothing",
     ),
     "no scale": ("model: {peft: {init_args: {lora_alpha: 0}}}", "model.peft: lora_alpha=0 must be above 0: the adap"),
-    "negative noise": ("model: {neftune_alpha: -5}", "model.neftune_alpha=-5.0 must be above 0, e.g. 5; null adds no"),
+    "negative noise": ("model: {neftune_alpha: -5}", "model.neftune_alpha=-5.0 must be above 0 and finite, e.g. 5"),
     "a duration": ("trainer: {max_time: 1 hour}", "Expected a string in the format DD:HH:MM:SS"),
     "a misspelt metric": (
         "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {monitor: val_loss}}]}\n"
@@ -254,6 +260,28 @@ def test_a_line_before_any_weights(
     assert last.startswith("lit_ft: error: ")
     assert message in last
     assert "Traceback" not in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, None),
+        ({"limit_val_batches": 0, "num_sanity_val_steps": 0}, None),
+        (
+            {"val_check_interval": 1, "check_val_every_n_epoch": 2},
+            r"val_check_interval=1, trainer.check_val_every_n_epoch=2 without an effect: there is no validation data",
+        ),
+        ({"limit_val_batches": 5}, "trainer.limit_val_batches=5 without an effect: there is no validation data"),
+        ({"limit_val_batches": 0, "val_check_interval": 0.5}, "trainer.limit_val_batches=0 leaves no validation"),
+    ],
+)
+def test_options_of_validations_that_there_are_not(options: dict[str, Any], message: str | None) -> None:
+    names = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps")
+    defaults = {name: signature(Trainer).parameters[name].default for name in names}
+    with pytest.warns(UserWarning, match=message) if message else nullcontext(), warnings.catch_warnings():
+        if message is None:
+            warnings.simplefilter("error")
+        warn_of_no_validation(Namespace(**{**defaults, **options}))
 
 
 def test_a_recipe_that_is_no_text(capsys: Any, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from lit_ft.commands.plan import pretended_rank
 from lit_ft.gradient_norm import local
 from lit_ft.internals.torch import HAS_ZERO_BUBBLE, SHARDS_INTEGERS
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies.parallel.mesh import ParallelDims, RequestedSizes
 from lit_ft.strategies.parallel.pipeline_parallel import ZERO_BUBBLE
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("model parallel")]  # its tests share ranks and fits
@@ -784,6 +785,7 @@ CASES = {
         r"layers_per_stage=\[3, 2\] must be 2 numbers of at least 1 .* add up to the 4 layers",
     ),
     "schedule": (["--trainer.devices=2", f"{S}schedule=2F2B"], "schedule='2F2B' is unknown; use one of"),
+    "no micro-batch": (["--trainer.devices=2", f"{S}num_microbatches=0"], "num_microbatches=0 must be 1 or more"),
     "few micro-batches": (
         ["--trainer.devices=4", f"{S}pipeline_parallel_size=4", "--data.micro_batch_size=2"],
         "num_microbatches=2 leaves stages idle: a pipeline of 4 needs as many at least",
@@ -892,6 +894,13 @@ EXPERT_CASES = {
         ],
         "an adapter changes experts to ModulesToSaveWrapper, of which each rank would compute a part as if it were all",
     ),
+    "a sharded layer in full, tensor": (
+        [
+            *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            *("--model.peft.init_args.target_modules=[q_proj]", "--model.peft.init_args.modules_to_save=[o_proj]"),
+        ],
+        r"model.peft: modules_to_save trains o_proj of \w+Attention in full, which tensor parallelism shards",
+    ),
     "by PEFT": (
         [
             *("--trainer.devices=2", f"{S}expert_parallel_size=2", "--model.peft=peft.LoraConfig"),
@@ -922,6 +931,16 @@ def test_experts_that_cannot_be_dealt_out(capsys: Any, tmp_path: Path, write_row
     model = ["--model.pretrained", save_model("mixtral", tmp_path / "mixtral"), "--model.peft=null"]
     options, message = EXPERT_CASES[case]
     assert re.search(message, refused(capsys, tmp_path, *model, "--merge=false", *options))
+
+
+def test_options_of_what_there_is_not_say_so() -> None:
+    sizes = ParallelDims(RequestedSizes(1, "auto", 1, 1), 1, "1F1B", 4, None, None, True)
+    with pytest.warns(UserWarning, match="has no effect") as said:
+        sizes.check_batches(sizes.sizes(nodes=1, devices=2), 16, torch.nn.Module())
+    assert [str(one.message).partition(";")[0] for one in said] == [
+        "trainer.strategy num_microbatches=4 has no effect with pipeline_parallel_size=1",
+        "trainer.strategy sequence_parallel=True has no effect with tensor_parallel_size=1",
+    ]
 
 
 @pytest.mark.usefixtures("no_process_starts")

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -23,7 +24,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
-from lit_ft.training.steps.lightning_callbacks import average_what_differs, check_lightning_callbacks
+from lit_ft.training.steps.lightning_callbacks import (
+    average_what_differs,
+    check_accumulation,
+    check_lightning_callbacks,
+)
 
 ONE_DEVICE = SingleDeviceStrategy("cpu")
 
@@ -44,6 +49,22 @@ def test_averages_are_refused_where_no_rank_has_all_weights() -> None:
     for strategy in (FSDPStrategy(), DeepSpeedStrategy(stage=2)):
         with pytest.raises(RecipeError, match=f"not under {type(strategy).__name__}; remove it, or set"):
             check_lightning_callbacks([EMAWeightAveraging()], strategy)
+
+
+@pytest.mark.parametrize(
+    ("count", "accumulate", "strategy", "message"),
+    [
+        (1, 4, ONE_DEVICE, "and so does trainer.accumulate_grad_batches=4; leave one of them out"),
+        (2, 1, ONE_DEVICE, "and there are 2 of them"),
+        (1, 1, DeepSpeedStrategy(stage=2), "which DeepSpeed takes once for the run"),
+    ],
+)
+def test_micro_batches_of_a_step_are_said_once(count: int, accumulate: int, strategy: Any, message: str) -> None:
+    schedulers = [GradientAccumulationScheduler({0: 2})] * count
+    with pytest.raises(RecipeError, match=message):
+        check_accumulation(schedulers, accumulate, strategy)
+    check_accumulation(schedulers[:1], 1, ONE_DEVICE)
+    check_accumulation([], accumulate, strategy)
 
 
 @pytest.mark.parametrize("of", [{"avg_fn": get_ema_avg_fn(0.9)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {}])

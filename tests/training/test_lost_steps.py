@@ -1,12 +1,13 @@
 """Weights in half precision that are too large for a step."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.training.optimizers.lost_steps import warn_of_lost_steps
@@ -16,14 +17,18 @@ CPU = SingleDeviceStrategy(torch.device("cpu"))
 
 
 def make(dtype: torch.dtype) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(4096, dtype=dtype).normal_(std=0.02, generator=torch.manual_seed(0)))
+    return torch.nn.Parameter(torch.empty(64, 64, dtype=dtype).normal_(std=0.02, generator=torch.manual_seed(0)))
 
 
+OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [AdamW, Adafactor, Muon, Adagrad]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_that_are_counted_do_not_change(dtype: torch.dtype) -> None:
+def test_weights_that_are_counted_do_not_change(dtype: torch.dtype, kind: Callable[..., torch.optim.Optimizer]) -> None:
     weight = make(dtype)
     rate = 2e-5 if dtype == torch.bfloat16 else 2e-6
-    optimizer = AdamW([weight], lr=rate, weight_decay=0.0)
+    optimizer = kind([weight], lr=rate, weight_decay=0.0)
     with pytest.warns(
         UserWarning, match=r"are too large for a step of optimizer.lr=2e-0\d, .* model.dtype=float32"
     ) as said:

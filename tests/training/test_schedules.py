@@ -78,6 +78,8 @@ def test_linear_to_a_fraction() -> None:
     schedule = LinearWithWarmup(optimizer, total_steps=4, final_fraction=0.5)
     assert [schedule.factor(step) for step in range(6)] == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
     assert "final_fraction" not in schedule.state_dict()  # a resumed run takes it from its recipe
+    with pytest.raises(RecipeError, match="total_steps=0 must be 1 or more"):
+        LinearWithWarmup(optimizer, total_steps=0)
     with pytest.raises(RecipeError, match="final_fraction=-2e-05 must be"):
         LinearWithWarmup(optimizer, final_fraction=-2e-5)
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lit_callbacks.evaluation.evaluation_side_effects import EvaluatedWeights, EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.evaluation.sample_generations import SampleGenerations
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.step_lines import add_lines, drop_after_step, read_lines
@@ -82,16 +83,17 @@ class ForgettingProbe(Callback):
         self._is_off = self._is_unwritable = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise an error if another probe writes to the same file: their lines could not be told apart.
+        """Raise an error if another callback writes to the same file: their lines could not be told apart.
 
         Raises:
-            ValueError: another ``ForgettingProbe`` of the trainer has the same path.
+            ValueError: another ``ForgettingProbe`` or a ``SampleGenerations`` of the trainer has the same path.
         """
-        probes = [one for one in attributes_of(trainer).callbacks if isinstance(one, ForgettingProbe)]
-        if stage == "fit" and any(one is not self and one._file(trainer) == self._file(trainer) for one in probes):
+        mine, callbacks = self._file(trainer), attributes_of(trainer).callbacks
+        writers = [one for one in callbacks if isinstance(one, ForgettingProbe | SampleGenerations) and one is not self]
+        if stage == "fit" and (other := next((one for one in writers if one._file(trainer) == mine), None)) is not None:
             raise ValueError(
-                f"{len(probes)} callbacks ForgettingProbe, and two of them write {str(self._file(trainer))!r}; give "
-                "each its own path="
+                f"ForgettingProbe and another callback, {type(other).__name__}, write {str(mine)!r}; give each its own "
+                "path="
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -133,6 +135,7 @@ class ForgettingProbe(Callback):
         self._measured = [
             Measurement(step=line["step"], loss=line["loss"], tokens=line["tokens"])
             for line in read_lines(self._file(trainer))
+            if Measurement.__required_keys__ <= line.keys()  # an earlier run may have written others to it
         ]
 
     def _measure(self, trainer: Trainer, module: LightningModule) -> None:

@@ -47,7 +47,7 @@ class Twins(TypedDict, total=False):
 
 
 class Summary(TypedDict):
-    """Summary of a ledger, as in ``summary.json``."""
+    """Summary of a ledger, as in ``summary.json``, where a loss that is not finite is null."""
 
     samples: int
     visits: int
@@ -90,6 +90,15 @@ def summarize(visits: Sequence[Visit], top: int = 20) -> Summary:
         "sources": _sources(visits, steps),
         "twins": _twins(by_id)[: CANDIDATES * top],
     }
+
+
+def with_nulls(value: object) -> object:
+    """Copy with None for each number that is not finite, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {name: with_nulls(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [with_nulls(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _sample(members: Sequence[Visit]) -> Sample:

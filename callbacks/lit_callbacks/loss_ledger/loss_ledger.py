@@ -18,7 +18,7 @@ from lit_callbacks.batch_ids import PerSample, batch_ids, batch_sources
 from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
-from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize
+from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize, with_nulls
 from lit_callbacks.output.attempts import Attempts, written
 from lit_callbacks.output.tables import show_table
 from lit_callbacks.protocols import LooksUpTexts, RecordsLosses
@@ -87,7 +87,14 @@ class LossLedger(Callback):
             texts: function from ids to texts by id, to print the reported samples and to tell duplicates from samples
                 with similar losses by chance; None takes the data module's method ``sample_texts(ids)``, where it has
                 one.
+
+        Raises:
+            ValueError: a number is not positive.
         """
+        if write_every_n_steps < 1 or top < 1:
+            raise ValueError(
+                f"LossLedger(write_every_n_steps={write_every_n_steps}, top={top}): each must be 1 or more"
+            )
         self.folder = None if folder is None else Path(folder)
         self.write_every_n_steps, self.top = write_every_n_steps, top
         self.ids, self.sources, self.texts = ids, sources, texts
@@ -261,7 +268,8 @@ class LossLedger(Callback):
         summary = summarize(visits, self.top)
         data = attributes_of(trainer).datamodule
         self._add_texts(summary, self.texts or (data.sample_texts if isinstance(data, LooksUpTexts) else None))
-        (folder / SUMMARY).write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(with_nulls(summary), indent=1, ensure_ascii=False, allow_nan=False)
+        (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
         header = ("sample", "source", "tokens", "visits", "first", "last", "text")
         rows = [[_shown(sample.get(key, "")) for key in ("id", *header[1:])] for sample in summary["worst"]]
         show_table(f"worst of {summary['samples']:,} samples, loss in nats per token", header, rows)

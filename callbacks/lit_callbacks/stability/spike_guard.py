@@ -130,7 +130,7 @@ class SpikeGuard(Callback):
         Raises:
             ValueError: a number is out of range.
         """
-        if threshold <= 0 or not 1 <= stop_after <= window or not 2 <= warmup_steps <= window:
+        if not threshold > 0 or not 1 <= stop_after <= window or not 2 <= warmup_steps <= window:
             raise ValueError(
                 f"SpikeGuard(threshold={threshold}, window={window}, warmup_steps={warmup_steps}, "
                 f"stop_after={stop_after}): threshold must be positive, 1 <= stop_after <= window and "

@@ -113,8 +113,13 @@ class ThroughputMonitor(Callback):
             skip_steps: number of optimizer steps at the start that are not measured.
 
         Raises:
-            ValueError: ``peak`` is another text.
+            ValueError: ``peak`` is another text, or a number is out of range.
         """
+        if window < 1 or skip_steps < 0:
+            raise ValueError(
+                f"ThroughputMonitor(window={window}, skip_steps={skip_steps}): window must be 1 or more, skip_steps "
+                "0 or more"
+            )
         if isinstance(peak, str) and peak not in ("datasheet", "measure"):
             raise ValueError(f"ThroughputMonitor(peak={peak!r}): give 'datasheet', 'measure', or a number of FLOP/s")
         self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps

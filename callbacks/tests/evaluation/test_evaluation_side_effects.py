@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, SampleGenerations
 from ranks import on_ranks
@@ -154,9 +154,21 @@ def test_weights_that_answer_are_evaluated(tmp_path: Path) -> None:
 def test_lists_of_prompts_may_share_a_file_and_probes_may_not(tmp_path: Path) -> None:
     fit(tmp_path, [SampleGenerations(["a"], 5), SampleGenerations(["b"], 5)])
     assert [line["answer"] for line in lines(tmp_path / "samples.jsonl")] == ["a 0", "b 0", "a -5", "b -5"]
-    with pytest.raises(ValueError, match=r"two of them write '.*forgetting.jsonl'; give each its own path="):
+    with pytest.raises(ValueError, match=r"another callback, Forg.*, write '.*forgetting.jsonl'; give each its own"):
         fit(tmp_path, [ForgettingProbe(["x"]), ForgettingProbe(["y"])])
+    with pytest.raises(ValueError, match=r"another callback, SampleG.*, write '.*samples.jsonl'; give each its own"):
+        fit(tmp_path, [SampleGenerations(["a"], 5), ForgettingProbe(["x"], path=tmp_path / "samples.jsonl")])
     fit(tmp_path, [ForgettingProbe(["x"]), ForgettingProbe(["y"], path=tmp_path / "other.jsonl")])
+
+
+def test_a_probe_goes_on_in_a_file_with_lines_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "shared.jsonl"
+    saves = ModelCheckpoint(tmp_path, filename="last", every_n_epochs=1)
+    fit(tmp_path, [ForgettingProbe(["x"], path=path), saves], enable_checkpointing=True)
+    with path.open("a") as file:
+        file.write('{"step": 5, "prompt": "a", "answer": "b"}\n')
+    fit(tmp_path, ForgettingProbe(["x"], path=path), max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+    assert [line["step"] for line in lines(path) if "loss" in line] == [0, 5, 10]
 
 
 def test_training_does_not_notice(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lit_callbacks import LossLedger
 from lit_callbacks.loss_ledger.ledger_files import Visit, Visits, read_visits, write_part
 from lit_callbacks.loss_ledger.ledger_summary import summarize
+from lit_callbacks.report.run_report import write_report
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -181,6 +182,16 @@ def test_csv_where_there_is_no_pyarrow(tmp_path: Path, monkeypatch: pytest.Monke
     first, second = read_visits(tmp_path / "loss_ledger")
     assert first == Visit(0, 0, "0", "", 5.0, 1)
     assert math.isnan(second.loss)
+
+
+def test_losses_that_are_not_finite_are_null_in_the_summary_and_named_in_the_report(tmp_path: Path) -> None:
+    fit(tmp_path, Steps(), rows([5.0, math.nan, math.inf]), LossLedger(), max_epochs=1)
+    text = (tmp_path / "loss_ledger" / "summary.json").read_text()
+    summary = json.loads(text, parse_constant=pytest.fail)
+    assert [one["last"] for one in summary["worst"]] == [None, None, 5.0]
+    assert summary["sources"] == {"": [None] * 10}
+    write_report(tmp_path)
+    assert "not finite" in (tmp_path / "report.html").read_text()
 
 
 def test_a_resumed_run_without_the_pyarrow_of_its_first_part_is_a_warning(

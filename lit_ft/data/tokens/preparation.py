@@ -74,6 +74,12 @@ class Preparation:
     workers: int | None = None
     """Number of processes that tokenize; None is one per CPU core for files of over 5 MB, else this process."""
 
+    @property
+    def of_conversations(self) -> dict[str, str]:
+        """Options that are given and change conversations alone, by their names."""
+        supervise = None if self.supervise == "assistant" else self.supervise
+        return {name: value for name, value in (("system", self.system), ("supervise", supervise)) if value}
+
     def tokenization(self, source: Source) -> Tokenization:
         """Build the tokenization of a source; its format may be found from its first row.
 

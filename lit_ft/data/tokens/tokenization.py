@@ -63,6 +63,7 @@ NOTES = {
     "answer left out in part": "answer: without a part of what it says, because {template} leaves it out",
     "thinking left out": f"answer: has thinking ({', '.join(THINKING_KEYS)}) that {{template}} does not show, so it "
     "is not trained; write it into the content, or take it out",
+    "without turns": "row: text without turns, on which data.system and data.supervise have no effect",
     "ends without answer": "conversation: ends with a turn that is not the assistant's; it was left out",
     "begins with answer": "conversation: begins with the assistant, whose first turn then answers nothing; remove that "
     "turn, or set train: false on it; text without questions is written as rows of text",
@@ -235,6 +236,8 @@ class Tokenization:
                         noted.append("options left out")
                 else:
                     own = [text_pieces(example, closing)]  # type: ignore[arg-type]
+                    if self.format == "prompt_completion" and (self.system or self.supervise != "assistant"):
+                        noted.append("without turns")
                 check_encodable(own)
             except BadRow as error:
                 bad[i] = str(error)

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -64,6 +65,9 @@ class ParallelDims:
             raise RecipeError(
                 f"trainer.strategy schedule={self.schedule!r} is unknown; use one of {pipeline_parallel.SCHEDULES}"
             )
+        for name in ("expert_parallel_size", "num_microbatches"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise RecipeError(f"trainer.strategy {name}={value} must be 1 or more")
 
     def check_batches(self, sizes: MeshSizes, samples: int | None, module: nn.Module) -> None:
         """Check the number of pipeline micro-batches.
@@ -71,6 +75,7 @@ class ParallelDims:
         Raises:
             RecipeError: the number does not fit; the message names the value, the rule and what works.
         """
+        self._say_what_is_vain(sizes)
         if sizes.pipeline == 1:
             return
         count = self.micro_batches(sizes, samples)
@@ -90,6 +95,18 @@ class ParallelDims:
                 f"pipeline_parallel_size={sizes.pipeline} needs a module with hidden_states(batch, decoder) and "
                 f"token_loss(hidden, batch), as lit_ft.CausalLM has; {type(module).__name__} has not"
             )
+
+    def _say_what_is_vain(self, sizes: MeshSizes) -> None:
+        """Say which options are given for a pipeline or for tensor parallelism that these sizes do not have."""
+        given = {name: getattr(self, name) for name in ("num_microbatches", "layers_per_stage", "tp_plan")}
+        given["sequence_parallel"] = self.sequence_parallel
+        for name, value in given.items():
+            kind = "pipeline" if name in ("num_microbatches", "layers_per_stage") else "tensor"
+            if value and getattr(sizes, kind) == 1:
+                rank_zero_warn(
+                    f"trainer.strategy {name}={value} has no effect with {kind}_parallel_size=1; leave it out, or "
+                    "raise that size"
+                )
 
     def check_model(self, sizes: MeshSizes, module: nn.Module, skeleton: nn.Module) -> None:
         """Refuse models that cannot be distributed over the mesh; the skeleton has its adapters, on the meta device.

@@ -147,12 +147,6 @@ class TensorParallel:
             elif plan.covers(child):
                 self._shard_unit(child, plan)
                 _wrap(child, _on_hidden(self._copy_in), self._sum_out)
-            elif style in (COLUMNS, ROWS):
-                raise RecipeError(
-                    f"tensor parallelism: the plan shards {type(child).__name__} {style} within "
-                    f"{type(block).__name__}, whose other weights it leaves whole; set tensor_parallel_size to 1, or "
-                    "give a tp_plan that shards all of them (or uses colwise_gather_output and rowwise_split_input)"
-                )
             elif any(module in plan.styles for module in child.modules()):
                 self._shard_units_within(child, plan)
             else:

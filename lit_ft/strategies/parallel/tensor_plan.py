@@ -5,6 +5,7 @@ from inspect import signature
 
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -12,6 +13,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import own_parameters
 from lit_ft.internals.transformers import global_value
 from lit_ft.model.architecture import Architecture
+from lit_ft.model.loading import decoder_layers
 from lit_ft.model.parameter_patterns import layers_by_wildcard
 from lit_ft.tuning import expert_lora
 
@@ -142,6 +144,9 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
             width = weight.shape[0 if style == WHOLE_OUT else -1]
             if width % size:
                 raise RecipeError(must_divide(size, f"the width of {type(module).__name__}", width))
+    for block in (child for layer in decoder_layers(base) for child in layer.children() if is_block(child)):
+        if not plan.covers(block):
+            _check_parts(block, plan)
     for name, module in base.named_modules():
         _check_adapter(name, module)
         if type(module).__name__ in _READ_BY_OTHERS:
@@ -149,6 +154,27 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
                 f"tensor parallelism: {type(base).__name__} reads weights in {type(module).__name__} past the layers "
                 "that they are in, where a rank's part cannot take their place; set tensor_parallel_size to 1"
             )
+
+
+def _check_parts(block: nn.Module, plan: Plan) -> None:
+    """Refuse a block of which some weights are sharded, and others that are computed with them are whole."""
+    for child in block.children():
+        style = plan.styles.get(child)
+        if style in (WHOLE_OUT, WHOLE_IN) or plan.covers(child):
+            continue
+        parts = block.named_modules()
+        if style in (COLUMNS, ROWS) and (saved := [n for n, one in parts if isinstance(one, ModulesToSaveWrapper)]):
+            raise RecipeError(
+                f"model.peft: modules_to_save trains {saved[0]} of {type(block).__name__} in full, which tensor "
+                "parallelism shards; adapt it (target_modules), or set tensor_parallel_size to 1"
+            )
+        if style in (COLUMNS, ROWS):
+            raise RecipeError(
+                f"tensor parallelism: the plan shards {type(child).__name__} {style} within {type(block).__name__}, "
+                "whose other weights it leaves whole; set tensor_parallel_size to 1, or give a tp_plan that shards all "
+                "of them (or uses colwise_gather_output and rowwise_split_input)"
+            )
+        _check_parts(child, plan)
 
 
 def _check_experts(module: nn.Module, size: int) -> None:

@@ -15,6 +15,10 @@ MOST_LOST = 0.5
 """Share of the weights in half precision from which a line says so: below, the larger part of training arrives."""
 
 
+_OF_BOUNDED_STEPS = {"betas", "beta2_decay", "ns_steps", "initial_accumulator_value"}
+"""Options of the optimizers that divide gradients by their own size: Adam and Lion, Adafactor, Muon, Adagrad."""
+
+
 def warn_of_lost_steps(optimizer: Optimizer, strategy: Strategy) -> None:
     """Warn if most weights in half precision are rounded back after a step, as in full fine-tuning in bfloat16.
 
@@ -41,9 +45,9 @@ def _least_step(dtype: torch.dtype) -> float:
 
 
 def _in_half_precision(optimizer: Optimizer) -> Iterator[tuple[Tensor, float]]:
-    """Weights whose steps are at most about the learning rate, as those of Adam and Lion are, each with its rate."""
+    """Weights whose steps are at most about the learning rate, each with its rate."""
     for group in optimizer.param_groups:
-        for parameter in group["params"] if "betas" in group else ():
+        for parameter in group["params"] if _OF_BOUNDED_STEPS & group.keys() else ():
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 yield local(parameter.detach()), _largest_rate(group)
 

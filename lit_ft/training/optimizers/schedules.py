@@ -28,6 +28,8 @@ class WarmupSchedule(LambdaLR):
             total_steps: number of optimizer steps of the run; null takes it from the trainer.
         """
         _check_length("warmup", warmup)
+        if total_steps is not None and total_steps < 1:
+            raise RecipeError(f"total_steps={total_steps} must be 1 or more; leave it out for the length of the run")
         self.warmup = warmup
         self.total_steps, self.has_length_of_run = total_steps, total_steps is None
         super().__init__(optimizer, self.factor)

@@ -7,11 +7,12 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
+    GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lit_callbacks.internals.lightning_internals import attributes_of
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
@@ -89,6 +90,33 @@ def check_lightning_callbacks(callbacks: Iterable[Callback], strategy: Strategy)
                 f"trainer.callbacks: {name} averages weights that each rank holds in full, on one device or with DDP, "
                 f"and not under {type(strategy).__name__}; remove it, or set trainer.strategy: ddp"
             )
+
+
+def check_accumulation(callbacks: Iterable[Callback], accumulate: int, strategy: Strategy) -> None:
+    """Refuse a ``GradientAccumulationScheduler`` beside another one or a fixed number, and under DeepSpeed.
+
+    Args:
+        callbacks: callbacks of the recipe.
+        accumulate: ``trainer.accumulate_grad_batches``.
+        strategy: strategy of the trainer.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    schedulers = [one for one in callbacks if isinstance(one, GradientAccumulationScheduler)]
+    if not schedulers:
+        return
+    what = "trainer.callbacks: GradientAccumulationScheduler says how many micro-batches an optimizer step has"
+    if accumulate != 1:
+        raise RecipeError(f"{what}, and so does trainer.accumulate_grad_batches={accumulate}; leave one of them out")
+    if len(schedulers) > 1:
+        raise RecipeError(
+            f"{what}, and there are {len(schedulers)} of them; leave one, with all epochs in its scheduling"
+        )
+    if isinstance(strategy, DeepSpeedStrategy):
+        raise RecipeError(
+            f"{what}, which DeepSpeed takes once for the run; give trainer.accumulate_grad_batches in its place"
+        )
 
 
 def average_what_differs(average: AveragedModel) -> None:
