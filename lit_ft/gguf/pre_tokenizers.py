@@ -15,6 +15,8 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _END
+_ONE_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_SEED_END = r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN35_END = r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 EXPRESSIONS = {
@@ -22,10 +24,12 @@ EXPRESSIONS = {
     (_LLAMA3, False): "smaug-bpe",
     (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _END, False): "qwen2",
     (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}" + _QWEN35_END, False): "qwen35",
+    (rf"{_ONE_CASED[0]}|{_ONE_CASED[1]}|\p{{N}}|{_CASED_END}", True): "tekken",
     (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_END}",
-        True,
-    ): "tekken",
+        rf"{_ONE_CASED[0]}{_CONTRACTIONS}?|{_ONE_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_CASED_END}",
+        False,
+    ): "gpt-4o",
+    (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}" + _SEED_END, False): "seed-coder",
 }
 """Names of llama.cpp's pre-tokenizers, by the regular expression of ``tokenizer.json`` and its ``ignore_merges``:
 whether a piece that is a token stays one even if the merges would not make it."""
@@ -54,7 +58,8 @@ def pre_tokenizer_of(tokenizer_json: Mapping[str, Any]) -> str:
         if [{name: one.get(name) for name in _DIGITS} for one in splits] == [_DIGITS] and last.get("use_regex", True):
             return "smollm"
         if len(splits) == 1 and _is_plain_split(splits[0]) and not last.get("use_regex", True):
-            key = splits[0]["pattern"].get("Regex", ""), bool(tokenizer_json["model"].get("ignore_merges"))
+            expression = splits[0]["pattern"].get("Regex", "").replace("\r", r"\r").replace("\n", r"\n")
+            key = expression, bool(tokenizer_json["model"].get("ignore_merges"))
             if key in EXPRESSIONS:
                 return EXPRESSIONS[key]
     expressions = [str(one.get("pattern", {}).get("Regex", one["type"])) for one in steps]

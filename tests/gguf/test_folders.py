@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,8 @@ def llama3_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def chatml_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = byte_level("qwen2", ["<|im_end|>", "<|im_start|>"])
+def chatml_tokenizer(pre_tokenizer: str = "qwen2") -> PreTrainedTokenizerFast:
+    tokenizer = byte_level(pre_tokenizer, ["<|im_end|>", "<|im_start|>"])
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = BUILT_IN["chatml"]
     return tokenizer
@@ -185,8 +186,8 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], W
     ("mixtral", {"num_local_experts": 4}, sentencepiece, "bf16"),
     ("qwen2_moe", SHARED, chatml_tokenizer, "f32"),
     ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 32}, chatml_tokenizer, "q8_0"),
-    ("qwen3_5_text", DELTA_NET, chatml_tokenizer, "f32"),
-    ("qwen3_5_moe_text", DELTA_NET | SHARED, chatml_tokenizer, "f32"),
+    ("qwen3_5_text", DELTA_NET, partial(chatml_tokenizer, "qwen35"), "f32"),
+    ("qwen3_5_moe_text", DELTA_NET | SHARED, partial(chatml_tokenizer, "qwen35"), "f32"),
     ("gemma2", GEMMA | {"final_logit_softcapping": 4.0, "attn_logit_softcapping": 3.0}, gemma_tokenizer, "f32"),
     ("gemma3_text", GEMMA | {"num_hidden_layers": 6}, gemma_tokenizer, "f32"),
     ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}, gemma_tokenizer, "f32"),
@@ -194,9 +195,9 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], W
     ("phi3", {"pad_token_id": 0}, sentencepiece, "f32"),
     ("olmo2", {}, llama3_tokenizer, "f32"),
     ("olmo3", {"num_hidden_layers": 4, "sliding_window": 8}, llama3_tokenizer, "f32"),
-    ("granite", GRANITE, llama3_tokenizer, "f32"),
+    ("granite", GRANITE, partial(chatml_tokenizer, "gpt-4o"), "f32"),
     ("smollm3", {"num_hidden_layers": 4, "pad_token_id": 0}, llama3_tokenizer, "f32"),
-    ("seed_oss", {"head_dim": 32, "attention_bias": True}, chatml_tokenizer, "f32"),
+    ("seed_oss", {"head_dim": 32, "attention_bias": True}, partial(chatml_tokenizer, "seed-coder"), "f32"),
 ]
 """Architectures by their ``model_type``."""
 
@@ -358,8 +359,25 @@ def test_what_has_no_form_in_gguf_is_refused_by_name() -> None:
     ):
         with pytest.raises(RecipeError, match=f"LlamaForCausalLM with {message}"):
             check_convertible(LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})), tokenizer)
-    with pytest.raises(RecipeError, match="Qwen3ForCausalLM with attention_bias=True"):
-        check_convertible(Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)), tokenizer)
+    for kind, options, message in (
+        ("qwen3", {"attention_bias": True}, "Qwen3ForCausalLM with attention_bias=True"),
+        ("qwen3", {"rope_parameters": LLAMA3}, "Qwen3ForCausalLM with rope_type='llama3'"),
+        ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}, "Qwen3MoeForCausalLM with norm_topk_prob=False"),
+        ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [0]}, r"with mlp_only_layers=\[0\]"),
+        ("qwen3_5_text", DELTA_NET | {"linear_key_head_dim": 8}, "with linear_key_head_dim=8 and another linear_val"),
+        (
+            "qwen3_5_text",
+            DELTA_NET | {"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]},
+            "with full attention in layers that are not equally far apart",
+        ),
+        ("gemma3_text", GEMMA | {"query_pre_attn_scalar": 8}, "with query_pre_attn_scalar=8 and 2 layers"),
+        ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 1}, "with num_kv_shared_layers=1 after layers of full_att"),
+        ("smollm3", {"no_rope_layers": [0, 1], "pad_token_id": 0}, r"with no_rope_layers=\[0, 1\]"),
+        ("glm4", {"pad_token_id": 0}, "Glm4ForCausalLM cannot be written as GGUF by lit_ft, which has tables for"),
+    ):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES | options))
+        with pytest.raises(RecipeError, match=message):
+            check_convertible(model, tokenizer)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     unknown = byte_level("qwen2", ["<|im_end|>"])
     unknown.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z]+"), "isolated")
