@@ -36,6 +36,11 @@ def _rotated_otherwise(config: PretrainedConfig) -> str | None:
     return None if config.no_rope_layers == expected else f"no_rope_layers={config.no_rope_layers}"
 
 
+def _based_otherwise(config: PretrainedConfig) -> str | None:
+    bases = [rope["rope_theta"] for rope in rope_of(config)]
+    return None if len(set(bases)) == 1 else f"rope_theta={bases[1]} in sliding windows, and {bases[0]} without"
+
+
 def _shared_otherwise(config: PretrainedConfig) -> str | None:
     shared = config.num_kv_shared_layers
     with_own = config.layer_types[: config.num_hidden_layers - shared]
@@ -117,7 +122,7 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(gguf.MODEL_ARCH.PHI3, rotates_parts=True),
     "Olmo2ForCausalLM": Family(gguf.MODEL_ARCH.OLMO2, _PLAIN),
-    "Olmo3ForCausalLM": Family(gguf.MODEL_ARCH.OLMO2, _PLAIN, has_windows=True),
+    "Olmo3ForCausalLM": Family(gguf.MODEL_ARCH.OLMO2, _PLAIN, has_windows=True, refused=_based_otherwise),
     "GraniteForCausalLM": Family(gguf.MODEL_ARCH.GRANITE, _PLAIN, pairs_neighbors=True),
     "SmolLM3ForCausalLM": Family(gguf.MODEL_ARCH.SMOLLM3, _PLAIN, pairs_neighbors=True, refused=_rotated_otherwise),
     "SeedOssForCausalLM": Family(gguf.MODEL_ARCH.SEED_OSS),
@@ -154,9 +159,9 @@ def _not_computed(config: PretrainedConfig, family: Family) -> str | None:
     for name, value in family.fixed.items():
         if (given := getattr(config, name, None)) is not None and given != value:
             return f"{name}={given!r}"
-    for rope in rope_of(config):
-        if rope["rope_type"] not in family.scalings:
-            return f"rope_type={rope['rope_type']!r}"
+    for number, rope in enumerate(rope_of(config)):
+        if rope["rope_type"] not in (family.scalings if number == 0 else ("default",)):
+            return f"rope_type={rope['rope_type']!r}" + " in sliding windows" * number
         if rope["rope_type"] == "yarn" and (set_by_hand := sorted(_OF_YARN & rope.keys())):
             return f"{', '.join(set_by_hand)} in its yarn parameters"
         if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.rotates_parts:

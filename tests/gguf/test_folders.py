@@ -61,8 +61,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 TEXTS = ["the red cup is under the green lamp 123 红 杯子 'll", "def f(x):\n  return x"] * 3
+
+
+def by_layer(full: dict[str, Any], sliding: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Rotary position embeddings of a model with sliding windows."""
+    default = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    return {"full_attention": full, "sliding_attention": sliding or default}
 
 
 def byte_level(name: str, ends: list[str], bos: str | None = None) -> PreTrainedTokenizerFast:
@@ -189,12 +196,22 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], W
     ("qwen3_5_text", DELTA_NET, partial(chatml_tokenizer, "qwen35"), "f32"),
     ("qwen3_5_moe_text", DELTA_NET | SHARED, partial(chatml_tokenizer, "qwen35"), "f32"),
     ("gemma2", GEMMA | {"final_logit_softcapping": 4.0, "attn_logit_softcapping": 3.0}, gemma_tokenizer, "f32"),
-    ("gemma3_text", GEMMA | {"num_hidden_layers": 6}, gemma_tokenizer, "f32"),
+    (
+        "gemma3_text",
+        GEMMA | {"num_hidden_layers": 6, "rope_parameters": by_layer(LINEAR, ROPE)},
+        gemma_tokenizer,
+        "f32",
+    ),
     ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}, gemma_tokenizer, "f32"),
     ("gemma4_text", GEMMA4 | GEMMA4_EXPERTS, gemma_tokenizer, "f32"),
     ("phi3", {"pad_token_id": 0}, sentencepiece, "f32"),
     ("olmo2", {}, llama3_tokenizer, "f32"),
-    ("olmo3", {"num_hidden_layers": 4, "sliding_window": 8}, llama3_tokenizer, "f32"),
+    (
+        "olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 8, "rope_parameters": by_layer(YARN)},
+        llama3_tokenizer,
+        "f32",
+    ),
     ("granite", GRANITE, partial(chatml_tokenizer, "gpt-4o"), "f32"),
     ("smollm3", {"num_hidden_layers": 4, "pad_token_id": 0}, llama3_tokenizer, "f32"),
     ("seed_oss", {"head_dim": 32, "attention_bias": True}, partial(chatml_tokenizer, "seed-coder"), "f32"),
@@ -370,8 +387,10 @@ def test_what_has_no_form_in_gguf_is_refused_by_name() -> None:
             DELTA_NET | {"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]},
             "with full attention in layers that are not equally far apart",
         ),
+        ("gemma3_text", GEMMA | {"rope_parameters": by_layer(LINEAR, LINEAR)}, "rope_type='linear' in sliding windows"),
         ("gemma3_text", GEMMA | {"query_pre_attn_scalar": 8}, "with query_pre_attn_scalar=8 and 2 layers"),
         ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 1}, "with num_kv_shared_layers=1 after layers of full_att"),
+        ("olmo3", {"rope_parameters": by_layer(YARN, ROPE)}, "with rope_theta=100.0 in sliding windows, and 500.0 wit"),
         ("smollm3", {"no_rope_layers": [0, 1], "pad_token_id": 0}, r"with no_rope_layers=\[0, 1\]"),
         ("glm4", {"pad_token_id": 0}, "Glm4ForCausalLM cannot be written as GGUF by lit_ft, which has tables for"),
     ):
