@@ -10,7 +10,13 @@ from lit_callbacks.protocols import tokenizer_of
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_ft.checkpointing.storage.checkpoint_io import check_fit, saved_shapes, saved_value, trainable_shapes
+from lit_ft.checkpointing.storage.checkpoint_io import (
+    check_fit,
+    check_readable,
+    saved_shapes,
+    saved_value,
+    trainable_shapes,
+)
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
@@ -27,7 +33,7 @@ from lit_ft.run.launching import is_rank_zero
 from lit_ft.run.repeated_lines import without_repetitions
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.optimizers.configure import check_total_steps, try_out
-from lit_ft.training.steps.lightning_callbacks import check_accumulation, check_lightning_callbacks
+from lit_ft.training.steps.lightning_callbacks import check_accumulation, check_average, check_lightning_callbacks
 from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 from lit_ft.tuning import wrapping
 from lit_ft.tuning.adapters import recorded_options
@@ -117,6 +123,8 @@ class FirstChecks:
             return None
         with explained("optimizer", "fix its init_args"):
             built = try_out(self.optimizer, skeleton, takes_step=self.trainer.strategy.root_device.type == "cpu")
+        check_readable(built.state_dict(), f"optimizer={type(built).__module__}.{type(built).__name__}")
+        check_average(self.callbacks, [built])
         strategy = self._strategy
         if isinstance(strategy, ChecksOptimizer):
             strategy.check_optimizer(built)

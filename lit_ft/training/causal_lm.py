@@ -205,6 +205,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
             first_batches = partial(batches_for_init, self._trainer, self.init_rows)
             self._packed, self.start = self.spec.build(self.start, self._device_of_run(), first_batches)
             self.model = self._packed.model
+            if self._trainer is not None and self._trainer.precision == "64-true":
+                self.model.double()  # Lightning does so after it has read a checkpoint's weights into these
             self.weight_count = WeightCount.of(self.model)
             self.expert_notes = experts.describe(self._packed.base, self.spec.router_aux_loss is not None)
             if not self.spec.compile and not self.spec.cuda_graphs:  # which have no place for hooks

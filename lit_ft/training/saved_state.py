@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lit_ft.checkpointing.buffers import BufferWatch
 from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
-from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, trainable_shapes
+from lit_ft.checkpointing.storage.checkpoint_io import check_fit, check_readable, shapes_of, trainable_shapes
 from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import TRAINED
@@ -94,7 +94,11 @@ class SavedState:
                 )
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Reduce a checkpoint to the weights that train, and add the state."""
+        """Reduce a checkpoint to the weights that train, and add the state.
+
+        Raises:
+            RecipeError: the state of an optimizer, a schedule or a callback could not be read again.
+        """
         for weights in {"state_dict", TRAINED} & checkpoint.keys():
             checkpoint[weights] = {n: t for n, t in checkpoint[weights].items() if n in self.shapes}
         self.buffers.warn_of_changes(self.forward.base)
@@ -108,6 +112,7 @@ class SavedState:
             checkpoint["threads"] = torch.get_num_threads()
         if self.replay is not None:
             checkpoint["validated_until"] = self.replay.until
+        check_readable(checkpoint, "the checkpoint")
 
     def read(self, checkpoint: Checkpoint, trainer: Trainer | None) -> None:
         """Check that a checkpoint fits, and load its state.

@@ -20,7 +20,7 @@ from ranks import on_ranks
 from lit_ft import cli
 from lit_ft.checkpointing.selection import best_known, check_resumable, newest_good, newest_of, resumed_step
 from lit_ft.checkpointing.storage import checksum, replacement, sharded
-from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO, check_readable
 from lit_ft.checkpointing.storage.integrity import DamagedCheckpoint, check_intact
 from lit_ft.errors import RecipeError
 
@@ -98,6 +98,17 @@ def test_a_file_of_an_earlier_version_has_no_sum_and_is_read(tmp_path: Path) -> 
     assert not check_intact(tmp_path / "last.ckpt")
     assert newest_good(tmp_path) == tmp_path / "last.ckpt"
     assert step_of(tmp_path / "last.ckpt") == 2
+
+
+class Counted(dict[str, int]):
+    """Python object, of a class of its own."""
+
+
+@pytest.mark.parametrize("state", [Counted(a=1), {"a": [Path("x")]}, (torch.ones(2), {1: Counted})])
+def test_what_could_not_be_read_again_is_not_written(state: Any) -> None:
+    check_readable(content(1, callbacks={"Mine": {"n": (1, None, torch.float16), "t": torch.ones(2)}}), "it")
+    with pytest.raises(RecipeError, match=r"^it: callbacks holds objects of (\w+\.)*(Counted|PosixPath), and no run"):
+        check_readable(content(1, callbacks={"Mine": state}), "it")
 
 
 def flip(path: Path, place: int, bit: int) -> None:

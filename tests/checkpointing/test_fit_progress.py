@@ -194,6 +194,11 @@ def test_a_run_that_max_time_has_stopped_goes_on_as_if_it_had_not(make_run: Any,
     on_ranks(ranks, compare)
 
 
+def test_weights_in_double_precision_are_not_rounded_when_they_are_read(make_run: Any, tmp_path: Path) -> None:
+    """Lightning reads a checkpoint before it converts the model."""
+    assert_resumed_equals(make_run(trainer={"max_epochs": 1, "precision": "64-true"}), tmp_path, "batch", 3)
+
+
 def test_data_that_cannot_go_back_is_warned_of(
     make_trainer: Any, model_folder: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:

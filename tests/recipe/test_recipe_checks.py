@@ -231,6 +231,15 @@ CASES: dict[str, tuple[str, str]] = {
         "init_args: {adapter_dir: a, on_best: true}}]}",
         "AdapterMerger's on_best writes the weights of that step, and what is best is their average; leave on_best out",
     ),
+    "an average of an average": (
+        "trainer: {callbacks: [{class_path: EMAWeightAveraging}]}\n"
+        "optimizer: {class_path: schedulefree.AdamWScheduleFree, init_args: {lr: 0.001}}",
+        "EMAWeightAveraging would replace the average that AdamWScheduleFree makes, which is what it trains; leave one",
+    ),
+    "an optimizer that cannot resume": (
+        "optimizer: {class_path: pytorch_optimizer.ScalableShampoo, init_args: {lr: 0.001}}",
+        "ScalableShampoo: state holds objects of pytorch_optimizer.optimizer.utils.graft.SGDGraft, ",
+    ),
     "a folder for a file name": (
         "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: '{step}-{val/loss:.2f}'}}]}",
         "write '{step}-loss={val/loss:.2f}' with auto_insert_metric_name: false",

@@ -532,6 +532,19 @@ def test_what_the_devices_cannot_do_is_refused(name: str) -> None:
         trainer_with(DeepSpeedStrategy(config={"zero_optimization": config}), devices=ranks)
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_float16_is_refused_where_deepspeed_does_not_compute_in_it(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    strategy = DeepSpeedStrategy(stage=2)
+    trainer = trainer_with(strategy, precision=precision)
+    with pytest.raises(RecipeError, match=f"precision={precision}, but DeepSpeed .* set bf16-{precision[3:]}$"):
+        strategy.check(trainer, CausalLM("nowhere", peft=LORA), TextDataModule("rows.json"))
+
+
 def test_nvme_without_its_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 

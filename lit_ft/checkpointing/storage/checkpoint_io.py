@@ -1,5 +1,8 @@
 """Reading and writing of checkpoints, which hold only the trainable parameters of a model."""
 
+from collections import OrderedDict
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -8,6 +11,7 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lit_callbacks.distributed.gather import full_numel, full_shape
 from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lit_ft.checkpointing.storage import checksum, replacement, sharded
 from lit_ft.checkpointing.storage.failures import explain_failed_save
@@ -151,3 +155,31 @@ def check_fit(saved: Shapes, expected: Shapes) -> None:
         f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len(expected)} trainable weights "
         f"differ, e.g. {name} {shape} of {where}; resume with the recipe (base model and peft) that wrote it"
     )
+
+
+def check_readable(content: Mapping[str, object], what: str) -> None:
+    """Refuse entries of a checkpoint that it could be written with, and not read: objects of Python classes.
+
+    Args:
+        content: entries by name.
+        what: what they are, for the message.
+
+    Raises:
+        RecipeError: there is one; the message names the classes.
+    """
+    for name, entry in content.items():
+        torch.save(_without_tensors(entry), file := BytesIO())
+        file.seek(0)
+        if classes := sorted(get_unsafe_globals_in_checkpoint(file)):
+            raise RecipeError(
+                f"{what}: {name} holds objects of {', '.join(classes)}, and no run would go on from a checkpoint with "
+                "them: reading one allows tensors and plain values alone; take another class, or give its state as such"
+            )
+
+
+def _without_tensors(entry: object) -> object:
+    if type(entry) in (dict, OrderedDict):  # no other class of dictionary
+        return {name: _without_tensors(inner) for name, inner in entry.items()}  # type: ignore[attr-defined]
+    if type(entry) in (list, tuple):
+        return [_without_tensors(inner) for inner in entry]  # type: ignore[attr-defined]
+    return None if isinstance(entry, Tensor) else entry

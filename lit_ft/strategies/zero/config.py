@@ -149,8 +149,16 @@ def check_recipe(config: Config, trainer: Trainer, datamodule: LightningDataModu
     """Compare DeepSpeed's configuration with the recipe's values for the same settings.
 
     Raises:
-        RecipeError: two values differ; the message names both.
+        RecipeError: two values differ, and the message names both; or DeepSpeed has no such precision on the device.
     """
+    from deepspeed.accelerator import get_accelerator
+
+    precision = str(trainer.precision)
+    if precision.startswith("16-") and not get_accelerator().is_fp16_supported():
+        raise RecipeError(
+            f"trainer.precision={precision}, but DeepSpeed does not compute in float16 on this device; set "
+            f"bf16-{precision.removeprefix('16-')}"
+        )
     ranks = trainer.num_nodes * trainer.num_devices
     accumulate = trainer.accumulate_grad_batches
     size = micro_batch_size(datamodule)

@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lit_callbacks.internals.lightning_internals import attributes_of
+from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lit_ft.errors import RecipeError
@@ -56,6 +58,15 @@ class LightningCallbacksModule(LightningModule):
         for callback in callbacks:  # they are set up by now
             if isinstance(callback, WeightAveraging) and (average := average_of(callback)) is not None:
                 average_what_differs(average)
+
+    def on_fit_start(self) -> None:
+        """Refuse a second average beside an optimizer's own.
+
+        Raises:
+            RecipeError: there is one.
+        """
+        super().on_fit_start()
+        check_average(attributes_of(self.trainer).callbacks, self.trainer.optimizers)
 
     def on_validation_epoch_start(self) -> None:
         """Note that callbacks have exchanged weights and average."""
@@ -116,6 +127,21 @@ def check_accumulation(callbacks: Iterable[Callback], accumulate: int, strategy:
     if isinstance(strategy, DeepSpeedStrategy):
         raise RecipeError(
             f"{what}, which DeepSpeed takes once for the run; give trainer.accumulate_grad_batches in its place"
+        )
+
+
+def check_average(callbacks: Iterable[Callback], optimizers: Iterable[Optimizer]) -> None:
+    """Refuse an average of the training weights of an optimizer whose result is an average of its own.
+
+    Raises:
+        RecipeError: there are both.
+    """
+    own = next((one for one in optimizers if isinstance(one, KeepsTwoWeightSets)), None)
+    average = next((one for one in callbacks if isinstance(one, WeightAveraging)), None)
+    if own is not None and average is not None:
+        raise RecipeError(
+            f"trainer.callbacks: {type(average).__name__} would replace the average that {type(own).__name__} makes, "
+            "which is what it trains; leave one of them out"
         )
 
 
