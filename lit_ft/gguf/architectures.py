@@ -36,6 +36,11 @@ def _rotated_otherwise(config: PretrainedConfig) -> str | None:
     return None if config.no_rope_layers == expected else f"no_rope_layers={config.no_rope_layers}"
 
 
+def _grouped(config: PretrainedConfig) -> str | None:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return None if kv_heads == heads else f"num_key_value_heads={kv_heads} and {heads} heads"
+
+
 def _based_otherwise(config: PretrainedConfig) -> str | None:
     bases = [rope["rope_theta"] for rope in rope_of(config)]
     return None if len(set(bases)) == 1 else f"rope_theta={bases[1]} in sliding windows, and {bases[0]} without"
@@ -126,6 +131,11 @@ FAMILIES = {
     "GraniteForCausalLM": Family(gguf.MODEL_ARCH.GRANITE, _PLAIN, pairs_neighbors=True),
     "SmolLM3ForCausalLM": Family(gguf.MODEL_ARCH.SMOLLM3, _PLAIN, pairs_neighbors=True, refused=_rotated_otherwise),
     "SeedOssForCausalLM": Family(gguf.MODEL_ARCH.SEED_OSS),
+    "Glm4ForCausalLM": Family(gguf.MODEL_ARCH.GLM4, rotates_parts=True),
+    "Ernie4_5ForCausalLM": Family(gguf.MODEL_ARCH.ERNIE4_5, _SILU | {"use_bias": False}),
+    "OlmoeForCausalLM": Family(
+        gguf.MODEL_ARCH.OLMOE, _PLAIN | {"norm_topk_prob": False, "clip_qkv": None}, refused=_grouped
+    ),
 }
 """Families by the class of the Hugging Face model."""
 

@@ -214,6 +214,9 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], W
     ),
     ("granite", GRANITE, partial(chatml_tokenizer, "gpt-4o"), "f32"),
     ("smollm3", {"num_hidden_layers": 4, "pad_token_id": 0}, llama3_tokenizer, "f32"),
+    ("glm4", {"head_dim": 32, "pad_token_id": 0}, llama3_tokenizer, "f32"),
+    ("ernie4_5", {"head_dim": 32}, sentencepiece, "f32"),
+    ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}, llama3_tokenizer, "f32"),
     ("seed_oss", {"head_dim": 32, "attention_bias": True}, partial(chatml_tokenizer, "seed-coder"), "f32"),
 ]
 """Architectures by their ``model_type``."""
@@ -392,7 +395,8 @@ def test_what_has_no_form_in_gguf_is_refused_by_name() -> None:
         ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 1}, "with num_kv_shared_layers=1 after layers of full_att"),
         ("olmo3", {"rope_parameters": by_layer(YARN, ROPE)}, "with rope_theta=100.0 in sliding windows, and 500.0 wit"),
         ("smollm3", {"no_rope_layers": [0, 1], "pad_token_id": 0}, r"with no_rope_layers=\[0, 1\]"),
-        ("glm4", {"pad_token_id": 0}, "Glm4ForCausalLM cannot be written as GGUF by lit_ft, which has tables for"),
+        ("olmoe", {}, "with num_key_value_heads=2 and 4 heads"),
+        ("exaone4", {}, "Exaone4ForCausalLM cannot be written as GGUF by lit_ft, which has tables for"),
     ):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES | options))
         with pytest.raises(RecipeError, match=message):
