@@ -30,11 +30,12 @@ MODEL, BASE, ADAPTER = "model-{}.gguf", "base-{}.gguf", "adapter.gguf"
 
 MERGED_DTYPES: dict[WeightType, torch.dtype | None] = {
     "f32": torch.float32,
-    "f16": torch.float16,
+    "f16": torch.float32,
     "bf16": torch.bfloat16,
     "q8_0": None,
 }
-"""Dtype that an adapter is merged in, so that weights are rounded once; before Q8_0, that of the base."""
+"""Dtype that an adapter is merged in, so that weights are rounded once; before Q8_0, that of the base. What llama.cpp
+is compared with computes in it too: float16 would round more than llama.cpp does, and overflow in Gemma."""
 
 _BY_DTYPE: dict[torch.dtype, WeightType] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 

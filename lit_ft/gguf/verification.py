@@ -4,6 +4,7 @@ Its tensors are read with the package gguf and compared with the model's. Where 
 xllamacpp), it also computes log-probabilities and tokenizes texts, which are compared with those of transformers.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,22 +252,31 @@ def _check_tokens(client: OpenAIClient, tokenizer: PreTrainedTokenizerBase) -> N
             )
 
 
+_WITHOUT_THINKING = {"enable_thinking": False}
+
+
 def _templates(client: OpenAIClient, model: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Sentence on the tokens of conversations: llama.cpp renders the template by an engine of its own."""
     if not tokenizer.chat_template:
         return "the model has no chat template"
     template = ChatTemplate(tokenizer)
-    count = same = refused = 0
+    trained: list[tuple[list[dict[str, str]], list[int]]] = []
+    refused = 0
     for messages in _CONVERSATIONS:
         try:
-            own = template.ids(messages, generation=True)
+            trained.append((messages, template.ids(messages, generation=True)))
         except RecipeError:
             raise
         except Exception:  # a template may refuse, with any exception, a system prompt for example
             refused += 1
-            continue
-        count += 1
-        same += own == client.prompt_ids(model, messages, None)
-    warning = "" if same == count else "; compare with `parity`, and give llama-server --chat-template-file"
+
+    def equal(options: dict[str, bool] | None) -> int:
+        return sum(ids == client.prompt_ids(model, messages, None, options) for messages, ids in trained)
+
+    same, advice = equal(None), ""
+    if same < len(trained):
+        advice = "; compare with `parity`, and give llama-server --chat-template-file"
+        if equal(_WITHOUT_THINKING) == len(trained):  # llama-server asks for thinking, which the template does not
+            advice = f"; all have them with llama-server --chat-template-kwargs '{json.dumps(_WITHOUT_THINKING)}'"
     left_out = f" (the template refuses {refused} more)" if refused else ""
-    return f"prompts of {same} of {count} conversations{left_out} have the tokens of training{warning}"
+    return f"prompts of {same} of {len(trained)} conversations{left_out} have the tokens of training{advice}"

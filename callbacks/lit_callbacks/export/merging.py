@@ -41,6 +41,7 @@ from lit_callbacks.internals.transformers_internals import (
     portable_attention,
     save_under_names_of,
     save_under_own_names,
+    scale_embeddings_as,
 )
 from lit_callbacks.protocols import SavesAdapter
 
@@ -374,7 +375,8 @@ def _cast(
 ) -> "PeftModel | PreTrainedModel":
     """Cast a model's floating-point parameters to a dtype, those that transformers keeps in fp32 beside it to fp32.
 
-    Buffers keep their dtype: a router bias in bf16 would select other experts.
+    Buffers keep their dtype: a router bias in bf16 would select other experts. Scales of embeddings are those that the
+    files will be read with.
 
     Args:
         model: model to cast in place.
@@ -386,6 +388,7 @@ def _cast(
         own = torch.float32 if kept.search(_name_in_base(name)) else dtype
         if parameter.is_floating_point() and (narrow or torch.promote_types(parameter.dtype, own) == own):
             parameter.data = parameter.data.to(own)
+    scale_embeddings_as(model, dtype)
     return model
 
 

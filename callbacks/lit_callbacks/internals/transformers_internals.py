@@ -53,6 +53,13 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
     return re.compile("|".join(one.replace("*", ".*") for one in kept) or "(?!)")
 
 
+def scale_embeddings_as(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give embeddings the scale of a model that is loaded in a dtype: Gemma's is rounded to that of its weights."""
+    for module in model.modules():
+        if (scale := getattr(module, "scalar_embed_scale", None)) is not None:
+            module.embed_scale = module.embed_scale.new_tensor(scale, dtype=dtype)
+
+
 def save_under_names_of(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
     """Let a model save its tensors under the names in the files that ``loaded`` was loaded from."""
     model._weight_conversions = getattr(loaded, "_weight_conversions", None)

@@ -41,6 +41,19 @@ def test_weights_that_transformers_keeps_in_fp32_beside_fp16(
     assert again.get_parameter(norm)[0] == weights[norm][0]
 
 
+def test_gemma_in_a_wider_dtype(tmp_path: Path) -> None:
+    """Its embeddings are multiplied by the root of the width, in bfloat16 by 6.3125, not 6.3246."""
+    sizes = SIZES | {"hidden_size": 40, "initializer_range": 0.2}
+    config = transformers.Gemma3TextConfig(vocab_size=64, head_dim=16, intermediate_size=32, **sizes)
+    transformers.Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    trained = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    save_merged(trained, tmp_path / "merged", dtype=torch.float32)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == torch.float32
+    assert base.dtype == torch.bfloat16
+
+
 def test_a_model_that_takes_no_name_of_a_dtype(tmp_path: Path) -> None:
     """Apertus, to whose config ``save_pretrained`` gives the name of the dtype."""
     config = transformers.ApertusConfig(vocab_size=64, **SIZES, intermediate_size=32, pad_token_id=0)
