@@ -93,8 +93,13 @@ class FitProgress:
     @property
     def epoch_is_to_be_ended(self) -> bool:
         """Whether the end-of-epoch hooks have not run yet, after a validation at the epoch's last micro-batch."""
+        return not self.epoch_has_ended and not self.was_saved_before_validation
+
+    @property
+    def epoch_has_ended(self) -> bool:
+        """Whether the end-of-epoch hooks of the last epoch have begun."""
         current = self._epochs["current"]
-        return current["processed"] < current["ready"] and not self.was_saved_before_validation
+        return current["processed"] == current["ready"]
 
     def finish_epoch(self) -> None:
         """Continue with the next epoch; Lightning would count some finished epochs twice, without training in them."""

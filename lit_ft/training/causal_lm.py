@@ -46,6 +46,7 @@ from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
 from lit_ft.training.steps.evaluation_steps import EvaluationStepsModule
 from lit_ft.training.steps.guarded_steps import GuardedStepsModule
+from lit_ft.training.steps.metric_schedules import MetricSchedulesModule
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.adapters import adapter_files
 from lit_ft.tuning.lora_init import LoraInitState
@@ -53,7 +54,7 @@ from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.targets import experts
 
 
-class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, ScheduleFreeModule):
+class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, MetricSchedulesModule, ScheduleFreeModule):
     """Fine-tune a causal language model.
 
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, means over supervised tokens (train: of one optimizer
@@ -284,6 +285,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Sched
 
     def on_train_start(self) -> None:
         """Check the run's length against other options; accumulate as scheduled from the first step on."""
+        super().on_train_start()
         self._state.take_options_of_recipe(self.trainer)
         method_hooks.check_schedule(self.model, optimizer_steps(self.trainer))
         warn_of_least_steps(self.trainer)

@@ -1,6 +1,7 @@
 """A resumed run takes what the recipe has changed since, and keeps all else of the checkpoint."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -194,6 +195,20 @@ def test_a_schedule_that_would_end_the_run_is_refused(make_trainer: Any) -> None
         check_total_steps(schedule, make_trainer(**fits))
     with pytest.raises(RecipeError, match=r"2 times .total_steps., and would end .* trainer.max_epochs=3; give both"):
         check_total_steps(schedule, make_trainer(max_epochs=3))
+
+
+def test_a_schedule_that_would_end_a_run_of_max_steps_is_refused_before_its_first_step(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    schedule: Any = partial(OneCycleLR, max_lr=1e-3, total_steps=1)
+    for max_steps, is_refused in ((3, False), (4, True)):  # two steps in an epoch
+        module, trainer = (
+            CausalLM(model_folder, lr_scheduler=schedule),
+            make_trainer(max_epochs=-1, max_steps=max_steps),
+        )
+        with pytest.raises(RecipeError, match="trainer.max_steps=4; give total_steps") if is_refused else nullcontext():
+            trainer.fit(module, TextDataModule(write_rows(count=8), micro_batch_size=4))
+        assert trainer.global_step == (0 if is_refused else 3)
 
 
 def test_decay_and_betas_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import StateDict
 from transformers import PreTrainedModel
 
-from lit_ft.accumulation import optimizer_steps
+from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.errors import RecipeError
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.process import datamodule_of
@@ -139,13 +139,27 @@ def check_total_steps(schedule: object, trainer: Trainer) -> None:
     Raises:
         RecipeError: it has fewer steps than the run has epochs.
     """
-    epochs = trainer.max_epochs if trainer.max_steps == -1 else None
-    if isinstance(schedule, OneCycleLR) and epochs is not None and schedule.total_steps < epochs:
+    if isinstance(schedule, OneCycleLR) and _ends_epochs(trainer, schedule.last_epoch, schedule.total_steps + 1):
+        limit, advice = "max_epochs", "give both alike"
+        if trainer.max_steps != -1:
+            limit, advice = "max_steps", "give total_steps as many as the run has epochs"
         raise RecipeError(
             f"lr_scheduler: OneCycleLR steps once per epoch, {schedule.total_steps} times (total_steps), and would end "
-            f"the run in its next epoch with an error: trainer.max_epochs={epochs}; give both alike when the run "
-            "starts, or take a schedule of lit_ft.schedules, which a resumed run may make longer"
+            f"the run in its next epoch with an error: trainer.{limit}={getattr(trainer, limit)}; {advice} when "
+            "the run starts, or take a schedule of lit_ft.schedules, which a resumed run may make longer"
         )
+
+
+def _ends_epochs(trainer: Trainer, first: int, count: int) -> bool:
+    """Whether a run that goes on with epoch ``first`` comes to the end of ``count`` epochs, as far as is known."""
+    if trainer.max_epochs is not None and 0 <= trainer.max_epochs < count:
+        return False
+    if trainer.max_steps == -1:
+        return trainer.max_epochs is not None and trainer.max_epochs != -1
+    if math.isinf(batches := trainer.num_training_batches):  # of a stream, or of data that is not read yet
+        return False
+    steps = sum(math.ceil(batches / accumulation(trainer, epoch)) for epoch in range(first, count))
+    return trainer.global_step + steps <= trainer.max_steps
 
 
 def _with_groups(

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
+from torch import Tensor
 
 from lit_ft.errors import RecipeError, explained
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base, read_fingerprint
@@ -53,10 +54,10 @@ def check(folder: Path, skeleton: PeftModel, base: Fingerprint | None) -> None:
     name = f"model.adapter={str(folder)!r}"
     check_same_base(read_fingerprint(folder), base, name)
     held = dict(shapes_of(folder / _WEIGHTS, name))
-    needed = {
-        key: tuple(tensor.shape)
-        for key, tensor in get_peft_model_state_dict(skeleton, save_embedding_layers=False).items()
-    }
+    needed, embeddings = (
+        {key: tuple(tensor.shape) for key, tensor in part.items()} for part in _parts_of_a_file(skeleton)
+    )
+    needed |= {key: shape for key, shape in embeddings.items() if key in held}
     if wrong := sorted(key for key in needed.keys() | held.keys() if needed.get(key) != held.get(key)):
         key = wrong[0]
         raise RecipeError(
@@ -67,5 +68,24 @@ def check(folder: Path, skeleton: PeftModel, base: Fingerprint | None) -> None:
 
 @torch.no_grad()
 def load(folder: Path, model: PeftModel) -> None:
-    """Give a model the weights of an adapter whose config it has."""
-    set_peft_model_state_dict(model, load_file(folder / _WEIGHTS))
+    """Give a model the weights of an adapter whose config it has.
+
+    Raises:
+        RecipeError: the folder has embeddings of another base.
+    """
+    weights = load_file(folder / _WEIGHTS)
+    for name, own in _parts_of_a_file(model)[1].items():
+        saved = weights.pop(name, own)
+        if not (torch.equal(saved.to(own), own) or torch.equal(own.to(saved), saved)):  # one may be rounded
+            raise RecipeError(
+                f"model.adapter={str(folder)!r} has a frozen {name}, with other values than the base here; name the "
+                "base that it was trained on with model.pretrained"
+            )
+    set_peft_model_state_dict(model, weights)
+
+
+def _parts_of_a_file(model: PeftModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of an adapter, and those of frozen embeddings and heads that it adapts, which PEFT saves beside them."""
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    every = get_peft_model_state_dict(model, save_embedding_layers=True)
+    return own, {key: tensor for key, tensor in every.items() if key not in own}

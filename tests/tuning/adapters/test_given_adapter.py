@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from model_folders import untied
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -63,6 +63,22 @@ def test_training_begins_with_its_weights(model_folder: str, tmp_path: Path, met
     assert {name.removeprefix("model.").removesuffix(".weight") for name in names} == {
         name.removesuffix(".weight") for name in held
     }
+
+
+def test_frozen_embeddings_beside_their_adapter_are_those_of_the_base(model_folder: str, tmp_path: Path) -> None:
+    folder = written_by_peft(model_folder, tmp_path / "theirs", target_modules=["q_proj", "embed_tokens"])
+    file = Path(folder) / "adapter_model.safetensors"
+    held = load_file(file)
+    (frozen,) = [name for name in held if "base_layer" in name]
+    module = CausalLM(model_folder, adapter=folder)
+    module.check()
+    module.configure_model()
+    own = peft.get_peft_model_state_dict(module.model)
+    assert held.keys() == own.keys()
+    assert all(torch.equal(held[name], own[name]) for name in held)
+    save_file(held | {frozen: held[frozen] + 1}, file, {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"has a frozen .*embed_tokens\S+, with other values than the base here"):
+        CausalLM(model_folder, adapter=folder).configure_model()
 
 
 def test_it_is_trained_further_and_saved_for_the_same_base(
