@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import ReduceLROnPlateau
+from torch.optim import AdamW
 
 from lit_ft import CausalLM, TextDataModule
 
@@ -57,3 +58,20 @@ def test_a_resumed_run_has_the_steps_of_one_that_was_not_stopped(
     assert expected["rate"] == pytest.approx(1e-5)
     different = {one.name: got for one in saved if (got := fit(ckpt_path=one)) != expected}
     assert not different, expected
+
+
+def test_a_schedule_of_a_subclass_that_steps_after_each_batch(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    class StepsByBatch(CausalLM):
+        def configure_optimizers(self) -> Any:
+            optimizer = AdamW(self.parameters(), lr=1e-3)
+            schedule = ReduceLROnPlateau(optimizer, monitor="train/loss", patience=0, mode="max", threshold=10.0)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "monitor": "train/loss", "interval": "step"},
+            }
+
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(StepsByBatch(model_folder), TextDataModule(write_rows(count=12), micro_batch_size=4))
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3

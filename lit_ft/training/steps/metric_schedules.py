@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
+from lightning.pytorch.utilities.types import LRSchedulerConfig, LRSchedulerTypeUnion
 
 from lit_ft.checkpointing.fit_progress import FitProgress
 from lit_ft.protocols import Checkpoint
@@ -35,9 +35,13 @@ class MetricSchedulesModule(LightningModule):
             self._step_schedules(self.trainer.current_epoch)
         self._schedule_metrics, self._step_is_due = {}, False
 
+    def _stepped_here(self) -> list[LRSchedulerConfig]:
+        configs = self.trainer.lr_scheduler_configs
+        return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
+
     def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: Any | None) -> None:
         """Take Lightning's step of other schedules: those that read a metric were stepped in ``on_train_epoch_end``."""
-        if metric is None:
+        if all(config.scheduler is not scheduler for config in self._stepped_here()):
             super().lr_scheduler_step(scheduler, metric)
 
     def on_train_epoch_end(self) -> None:
@@ -48,15 +52,15 @@ class MetricSchedulesModule(LightningModule):
 
     def _step_schedules(self, epochs: int) -> None:
         metrics = self.trainer.callback_metrics
-        for config in self.trainer.lr_scheduler_configs:
-            if config.monitor in metrics and config.reduce_on_plateau and epochs % config.frequency == 0:
+        for config in self._stepped_here():
+            if config.monitor in metrics and epochs % config.frequency == 0:
                 super().lr_scheduler_step(config.scheduler, metrics[config.monitor])
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Save the metrics that schedules read."""
         super().on_save_checkpoint(checkpoint)
         metrics = self.trainer.callback_metrics
-        monitors = [config.monitor for config in self.trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        monitors = [config.monitor for config in self._stepped_here()]
         if values := {name: float(metrics[name]) for name in monitors if name in metrics}:
             checkpoint[_METRICS] = values
 
