@@ -107,7 +107,7 @@ class HuggingFaceModel:
     ) -> None:
         """Let llama.cpp read the files where it is installed, and say what was compared."""
         if has_llama():
-            tolerance = tolerance_of(weight_type, self.family, self.config)
+            tolerance = tolerance_of(weight_type, self.family)
             report = check_with_llama(path, reference(), self.tokenizer, self.ends, tolerance, lora)
             rank_zero_info(f"GGUF verified: {report}")
         else:

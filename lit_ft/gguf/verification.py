@@ -23,7 +23,7 @@ from lit_callbacks.export.merge_check import (
 )
 from peft import PeftModel
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.errors import RecipeError
@@ -32,7 +32,6 @@ from lit_ft.gguf.architectures import Family
 from lit_ft.gguf.llama_server import LlamaFailed, llama_server
 from lit_ft.gguf.weights import Weight
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
-from lit_ft.model.architecture import Architecture
 
 _BOUNDS: dict[WeightType, float] = {
     "f32": BOUNDS[torch.float32],
@@ -55,19 +54,16 @@ class Tolerance:
     """Share of the positions where it holds."""
 
 
-def tolerance_of(weight_type: WeightType, family: Family, config: PretrainedConfig) -> Tolerance:
+def tolerance_of(weight_type: WeightType, family: Family) -> Tolerance:
     """What llama.cpp's log-probabilities may differ by for a model.
 
     Args:
         weight_type: type of the weights in the file.
         family: family of the model.
-        config: config of the model.
     """
-    parts = Architecture.of(config)
-    amplifies = parts.experts_per_token > 1 or "linear_attention" in parts.layer_kinds
     return Tolerance(
         max(_BOUNDS[weight_type], _BOUNDS["f16"] if family.rounds_activations else 0.0),
-        SHARE_WHERE_ROUNDED if amplifies and weight_type != "f32" else 1.0,
+        1.0 if weight_type == "f32" else SHARE_WHERE_ROUNDED,
     )
 
 
@@ -118,10 +114,9 @@ class LlamaReport:
     """What llama.cpp makes of the chat template."""
 
     def __str__(self) -> str:
-        where = f", {self.share:.0%} of them within it" if self.share < 1 else ""
         return (
             f"llama.cpp's log-probabilities differ by {self.largest:.1e} at most, {self.mean:.1e} on average "
-            f"(bound {self.bound:.1e}, {self.positions} positions{where}); {self.templates}"
+            f"(bound {self.bound:.1e}, at {self.share:.0%} of {self.positions} positions); {self.templates}"
         )
 
 
