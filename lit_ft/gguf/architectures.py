@@ -36,7 +36,7 @@ def _rotated_otherwise(config: PretrainedConfig) -> str | None:
     return None if config.no_rope_layers == expected else f"no_rope_layers={config.no_rope_layers}"
 
 
-def _grouped(config: PretrainedConfig) -> str | None:
+def _grouped_queries(config: PretrainedConfig) -> str | None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     return None if kv_heads == heads else f"num_key_value_heads={kv_heads} and {heads} heads"
 
@@ -77,7 +77,7 @@ class Family:
     rotates_parts: bool = False
     """Whether llama.cpp can rotate a part of each head's elements."""
     norms_from_one: bool = False
-    """Whether norms, but gated ones, multiply by 1 + weight in transformers, and by the weight in llama.cpp."""
+    """Whether norms other than gated ones multiply by 1 + weight in transformers, and by the weight in llama.cpp."""
     has_windows: bool = False
     """Whether llama.cpp computes the sliding windows of these models."""
     rounds_activations: bool = False
@@ -134,7 +134,7 @@ FAMILIES = {
     "Glm4ForCausalLM": Family(gguf.MODEL_ARCH.GLM4, rotates_parts=True),
     "Ernie4_5ForCausalLM": Family(gguf.MODEL_ARCH.ERNIE4_5, _SILU | {"use_bias": False}),
     "OlmoeForCausalLM": Family(
-        gguf.MODEL_ARCH.OLMOE, _PLAIN | {"norm_topk_prob": False, "clip_qkv": None}, refused=_grouped
+        gguf.MODEL_ARCH.OLMOE, _PLAIN | {"norm_topk_prob": False, "clip_qkv": None}, refused=_grouped_queries
     ),
 }
 """Families by the class of the Hugging Face model."""

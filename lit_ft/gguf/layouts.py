@@ -21,7 +21,7 @@ _RENAMED = {
     ".router.scale": ".router.proj.scale",
     ".router.per_expert_scale": ".experts.down_proj.scale",
 }
-"""Endings of names that gguf's table has otherwise."""
+"""Endings of names that gguf's table lacks, with those that it has for the same tensors."""
 
 
 def names_of(family: Family, config: PretrainedConfig) -> Callable[[str], str]:

@@ -135,7 +135,7 @@ def _adds_space(content: Mapping[str, Any]) -> bool:
 
 
 def _splits_at(text: str, step: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer splits at a text alone, of which a normalizer has left none (Gemma's at spaces)."""
+    """Whether a pre-tokenizer splits at one text alone (Gemma's at spaces, which its normalizer has replaced)."""
     return step["type"] == "Split" and step["pattern"] == {"String": text}
 
 

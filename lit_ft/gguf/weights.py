@@ -94,7 +94,7 @@ class ModelWeights:
 
 
 def _with_experts_together(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of the tensors of each tensor in GGUF, experts in order, by its name without the number of an expert."""
+    """Names of the tensors that each tensor in GGUF is made of, by its name without the number of an expert."""
     together: dict[str, list[str]] = {}
     for name in names:
         together.setdefault(_EXPERT.sub(r"\1.\3", name), []).append(name)

@@ -151,14 +151,7 @@ def check_recipe(config: Config, trainer: Trainer, datamodule: LightningDataModu
     Raises:
         RecipeError: two values differ, and the message names both; or DeepSpeed has no such precision on the device.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    precision = str(trainer.precision)
-    if precision.startswith("16-") and not get_accelerator().is_fp16_supported():
-        raise RecipeError(
-            f"trainer.precision={precision}, but DeepSpeed does not compute in float16 on this device; set "
-            f"bf16-{precision.removeprefix('16-')}"
-        )
+    _check_precision(str(trainer.precision))
     ranks = trainer.num_nodes * trainer.num_devices
     accumulate = trainer.accumulate_grad_batches
     size = micro_batch_size(datamodule)
@@ -195,6 +188,16 @@ def check_recipe(config: Config, trainer: Trainer, datamodule: LightningDataModu
     if (algorithm := trainer.gradient_clip_algorithm) == "value" and trainer.gradient_clip_val:
         raise RecipeError(
             f"trainer.gradient_clip_algorithm={algorithm.value}, but DeepSpeed clips by norm only; set it to norm"
+        )
+
+
+def _check_precision(precision: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if precision.startswith("16-") and not get_accelerator().is_fp16_supported():
+        raise RecipeError(
+            f"trainer.precision={precision}, but DeepSpeed does not compute in float16 on this device; set "
+            f"bf16-{precision.removeprefix('16-')}"
         )
 
 

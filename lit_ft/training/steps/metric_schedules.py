@@ -27,7 +27,7 @@ class MetricSchedulesModule(LightningModule):
         """Whether a checkpoint was saved after an epoch's last micro-batch and before the epoch's end."""
 
     def on_train_start(self) -> None:
-        """Know the metrics of a resumed run as before, until they are logged again."""
+        """Restore the metrics of a resumed run, until they are logged again, and take the step that is due."""
         super().on_train_start()
         for name, value in self._schedule_metrics.items():
             self.trainer.callback_metrics[name] = torch.tensor(value)
