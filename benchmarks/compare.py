@@ -19,103 +19,24 @@ the start of the process.
 
 import argparse
 import json
-import os
 import platform
-import re
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from benchmarks.contestants import Contestant, contestants
-from benchmarks.peers.environments import python_of, reason_of
 from benchmarks.peers.job import Job
+from benchmarks.processes import PEAK, Run, run_contestant, run_peak
 from benchmarks.workload import MAX_LENGTH, SHAPES, Work, prepare
 
 SETTINGS = {"1x2": (1, 2), "16x1": (16, 1)}
 """Samples per micro-batch, and micro-batches per optimizer step."""
 
-PEAK = "matrix_peak"
-"""Measurement that runs in the same rounds as the contestants."""
-
 QUIET = 0.05
 """Largest share of the machine's processor time for other processes during a run; above it, the run is repeated."""
-
-Run = dict[str, Any]
-"""``contestant``, ``setting``, ``round``, and the measurements or ``error``."""
-
-
-def run_contestant(contestant: Contestant, job: Job, environments: Path | None, log: Path, limit_seconds: float) -> Run:
-    """Run a contestant in a new process.
-
-    Args:
-        contestant: contestant to run.
-        job: work to do; folder, start time and options are replaced.
-        environments: folder of the peers' environments; None runs them with this interpreter.
-        log: file for the output of the process.
-        limit_seconds: seconds after which the process is ended.
-
-    Returns:
-        The measurements, or the reason of a failure as ``error``.
-    """
-    python = sys.executable
-    if contestant.environment is not None and environments is not None:
-        if (reason := reason_of(environments, contestant.environment)) is not None:
-            return {"error": reason}
-        python = str(python_of(environments, contestant.environment))
-    with tempfile.TemporaryDirectory() as folder:
-        asked = Path(folder) / "job.json"
-        replace(job, folder=folder, started=time.monotonic(), options=dict(contestant.options)).write(asked)
-        return _run_module(python, contestant.runner, asked, log, limit_seconds)
-
-
-def run_peak(asked: dict[str, Any], log: Path, limit_seconds: float = 600) -> Run:
-    """Measure the peak of a model's matrix products in a new process; ``asked``: arguments of ``matrix_peak.peaks``."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "peak.json"
-        path.write_text(json.dumps(asked), encoding="utf-8")
-        return _run_module(sys.executable, PEAK, path, log, limit_seconds)
-
-
-def _run_module(python: str, module: str, asked: Path, log: Path, limit_seconds: float) -> Run:
-    answer = asked.with_suffix(".result")
-    command = [python, "-m", f"benchmarks.peers.{module}", str(asked), str(answer)]
-    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    before = _busy_seconds()
-    with log.open("w", encoding="utf-8") as output:
-        try:
-            subprocess.run(
-                command, stdout=output, stderr=output, check=False, timeout=limit_seconds, env=os.environ | quiet
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"took more than {limit_seconds:.0f} s"}
-    if answer.is_file():
-        result: Run = json.loads(answer.read_text(encoding="utf-8"))
-        (busy, own, clock), (busy_before, own_before, clock_before) = _busy_seconds(), before
-        # Example: 0.1 if other processes take both of two cores for one of ten seconds.
-        others = (busy - busy_before - (own - own_before)) / (clock - clock_before) / (os.cpu_count() or 1)
-        return {**result, "others_share": others}
-    said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-    raised = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return {"error": (raised or said or ["ended without a word"])[-1].strip()[:300]}
-
-
-def _busy_seconds() -> tuple[float, float, float]:
-    """Busy seconds of all processors, processor seconds of ended child processes, and seconds of the clock."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    own = children.ru_utime + children.ru_stime
-    stat = Path("/proc/stat")
-    if not stat.is_file():
-        return own, own, time.monotonic()
-    user, nice, system = (int(ticks) for ticks in stat.read_text(encoding="utf-8").split()[1:4])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK"), own, time.monotonic()
 
 
 class Comparison:

@@ -5,7 +5,8 @@
     python -m benchmarks.gpu --shape tiny --device cpu --measure nf4
 
 Ends within ten minutes (``--minutes``), with a row printed as soon as it is known; what there was no time for is said.
-By default it has the contestants that the targets name; ``--all`` adds lit_ft's and the peers' other settings.
+By default it has the contestants that the targets name; ``--all`` adds lit_ft's and the peers' other settings. Each
+imports its packages while the one before it runs.
 Peers run with this interpreter, or in environments of their own:
 
     python -m benchmarks.peers.environments --root ENVIRONMENTS --cuda transformers trl
@@ -26,12 +27,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.compare import Run, environment, loss_difference, run_contestant, run_peak
+from benchmarks.compare import environment, loss_difference
 from benchmarks.contestants import Contestant, contestants
 from benchmarks.peers.job import LORA, LORA_ALL_LINEAR, Job
+from benchmarks.processes import ContestantProcess, Run, run_peak
 from benchmarks.workload import SHAPES, head_weights, layer_weights, prepare, texts_of, write_model, write_random_rows
 
 NF4 = json.dumps(
@@ -58,6 +61,13 @@ OWN = [
         "lit_ft_command",
         None,
         {"arguments": [f"--model.quantization={NF4}", "--model.gradient_checkpointing=true"]},
+    ),
+    Contestant(
+        "lit_ft_nf4_compiled",
+        "lit_ft, NF4 base, compiled",
+        "lit_ft_command",
+        None,
+        {"arguments": [f"--model.quantization={NF4}", "--model.compile=true"]},
     ),
     Contestant(
         "lit_ft_graphs",
@@ -142,9 +152,10 @@ MEASUREMENTS = {
         target="17,700 tokens/s, 500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
         shape="qwen2.5-7b",
         row_tokens=4096,
-        rows=12,
+        rows=16,
         accumulate=4,
         lora=LORA_ALL_LINEAR,
+        warm_up=2,
         keys=["lit_ft_compiled", "trainer_bf16", "trl_best"],
         more=["lit_ft_compiled_graphs", "lit_ft", "lit_ft_liger"],
         has_peak=True,
@@ -201,18 +212,20 @@ class Benchmark:
             )
         if options.rows is not None:
             measurement = measurement._replace(rows=options.rows)
+        if (size := options.micro_batch_size) is not None:
+            if measurement.samples % size:
+                sys.exit(f"--micro-batch-size {size}: {options.measure} has {measurement.samples} samples a step")
+            measurement = measurement._replace(micro_batch_size=size, accumulate=measurement.samples // size)
         self.measurement, self.options, self.deadline = measurement, options, deadline
         self.shape = SHAPES[measurement.shape]
+        self.chosen = self._contestants()
+        # The last round is in order, so that the first contestant, which others are compared with, is complete.
+        rounds = [(number, number % 2 == 0) for number in reversed(range(options.rounds))]
+        self.order = [(number, one) for number, is_even in rounds for one in self.chosen[:: 1 if is_even else -1]]
+        self.started = self._start(self.order[0][1])
         model, rows, lengths = self._files()
         self.lengths = lengths
         self.steps = steps_of(self.shape, lengths, measurement.samples, measurement.warm_up)
-        everyone = [
-            *contestants(options.device, row_tokens=measurement.row_tokens or 0, attention=options.attention),
-            *OWN,
-        ]
-        keys = [*measurement.keys, *measurement.more] if options.all else measurement.keys
-        keys = options.only.split(",") if options.only else keys
-        self.chosen = [one for key in keys for one in everyone if one.key == key]
         self.job = Job(
             model=str(model),
             rows=str(rows),
@@ -223,6 +236,19 @@ class Benchmark:
             lora=measurement.lora,
         )
         self.runs: dict[str, list[Run]] = {one.key: [] for one in self.chosen}
+
+    def _contestants(self) -> list[Contestant]:
+        measurement, options = self.measurement, self.options
+        everyone = [
+            *contestants(options.device, row_tokens=measurement.row_tokens or 0, attention=options.attention),
+            *OWN,
+        ]
+        (best,) = (one for one in everyone if one.key == "trl_best")
+        name, options_of_rows = best.name.replace(" padding-free,", ""), {**best.options, "padding_free": False}
+        everyone.append(best._replace(key="trl_rows", name=name, options=options_of_rows))
+        keys = [*measurement.keys, *measurement.more] if options.all else measurement.keys
+        keys = options.only.split(",") if options.only else keys
+        return [one for key in keys for one in everyone if one.key == key]
 
     def _files(self) -> tuple[Path, Path, list[tuple[int, int]]]:
         """Folder of the model, file of rows, and the rows' tokens and supervised tokens."""
@@ -242,20 +268,27 @@ class Benchmark:
         if self.measurement.has_peak and not self.options.only:
             print(f"{self.peak()}\n")
         print(HEADER, flush=True)
-        for number in reversed(range(self.options.rounds)):
-            # The last round is in order, so that the first contestant, which others are compared with, is complete.
-            for one in self.chosen if number % 2 == 0 else self.chosen[::-1]:
-                log = self.options.folder / f"{one.key}.txt"
-                self.runs[one.key].append(self._run_once(one, log))
-                if number == 0:
-                    print(self.row(one), flush=True)
+        for (number, one), following in zip_longest(self.order, self.order[1:]):
+            process, self.started = self.started, self._start(following[1]) if following else None
+            self.runs[one.key].append(self._run_once(one, process))
+            if number == 0:
+                print(self.row(one), flush=True)
         print(flush=True)
 
-    def _run_once(self, one: Contestant, log: Path) -> Run:
-        if (seconds := self.deadline - time.monotonic()) <= 0:
+    def _start(self, one: Contestant) -> ContestantProcess | None:
+        """Start a contestant's process, which waits for its job; None if no time is left."""
+        if time.monotonic() > self.deadline:
+            return None
+        return ContestantProcess(one, self.options.environments, self.options.folder / f"{one.key}.txt")
+
+    def _run_once(self, one: Contestant, process: ContestantProcess | None) -> Run:
+        seconds = self.deadline - time.monotonic()
+        if process is None or seconds <= 0:
+            if process is not None:
+                process.end()
             return {"error": f"no time left (--minutes {self.options.minutes:g})"}
         print(f"{one.key} ...", file=sys.stderr, flush=True)
-        return run_contestant(one, self.job, self.options.environments, log, seconds)
+        return process.run(self.job, seconds)
 
     def peak(self) -> str:
         """Sustained rate of the model's products, at the tokens of a micro-batch."""
@@ -302,6 +335,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, help="in place of each measurement's own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--rows", type=int, help="in place of each measurement's own number")
+    parser.add_argument("--micro-batch-size", type=int, help="in place of each measurement's own; as many rows a step")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=9.5, help="time for all runs together")
     parser.add_argument("--attention", default="sdpa", help="attention of the peers' best settings on CUDA")

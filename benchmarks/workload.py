@@ -187,3 +187,6 @@ def write_model(folder: Path, shape: dict[str, int], texts: list[str], device: s
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()  # for the contestants

@@ -166,22 +166,16 @@ def run_forked(
     return subprocess.CompletedProcess(command.args, code, *texts)
 
 
-def _run_forked_module(
-    command: Sequence[str], *, stdout: IO[Any], stderr: IO[Any], check: bool, timeout: float, env: Mapping[str, str]
-) -> None:
-    if [*command[:2]] != [sys.executable, "-m"] or check:
-        subprocess.run(command, stdout=stdout, stderr=stderr, check=check, timeout=timeout, env=env)
-        return
-    forked = ForkedCommand(command[3:], env=env, stdout=stdout, stderr=stderr, module=command[2])
-    try:
-        forked.wait(timeout)
-    finally:
-        forked.kill()
-        forked.wait()
+def _start_forked_module(
+    command: Sequence[str], *, stdout: IO[Any], stderr: IO[Any], env: Mapping[str, str]
+) -> "ForkedCommand | subprocess.Popen[bytes]":
+    if [*command[:2]] != [sys.executable, "-m"]:
+        return COLD_POPEN(command, stdout=stdout, stderr=stderr, env=env)
+    return ForkedCommand(command[3:], env=env, stdout=stdout, stderr=stderr, module=command[2])
 
 
-forked_subprocess = SimpleNamespace(run=_run_forked_module, TimeoutExpired=subprocess.TimeoutExpired)
-"""In place of the module ``subprocess``: its ``run`` forks if the command is ``python -m MODULE`` with this Python."""
+forked_subprocess = SimpleNamespace(Popen=_start_forked_module, TimeoutExpired=subprocess.TimeoutExpired)
+"""In place of the module ``subprocess``: its ``Popen`` forks for a ``python -m MODULE`` with this Python."""
 
 
 def _run(module: str, arguments: list[str]) -> NoReturn:

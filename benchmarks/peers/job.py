@@ -4,6 +4,7 @@ python -m benchmarks.peers.RUNNER job.json result.json
 """
 
 import json
+import os
 import resource
 import sys
 import time
@@ -63,10 +64,6 @@ class Job:
         rows: list[dict[str, list[int]]] = json.loads(Path(self.rows).read_text(encoding="utf-8"))
         return rows
 
-    def write(self, path: Path) -> None:
-        """Write the job for the contestant's process."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
 
 @dataclass
 class Measured:
@@ -121,9 +118,20 @@ class Measured:
         return made
 
 
+def asked() -> dict[str, Any]:
+    """Read the file that the command line names, once it is there; without the process that is to write it, end."""
+    path, parent = Path(sys.argv[1]), os.getppid()
+    while not path.is_file():
+        if os.getppid() != parent:
+            sys.exit(f"nothing was asked: {path}")
+        time.sleep(0.02)
+    read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return read
+
+
 def serve(run: Callable[[Job], Measured]) -> None:
     """Read the job that the command line names, run it, and write the measurements."""
-    job = Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    job = Job(**asked())
     measured = run(job)
     measured.finish()
     seconds = measured.ends[0] - job.started - measured.preparing_seconds

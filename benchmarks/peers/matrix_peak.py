@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.peers.job import asked
 from benchmarks.workload import SHAPES, linear_shapes
 
 
@@ -84,8 +84,8 @@ def peaks(shape: dict[str, int], tokens: int, supervised: int, device: str, seco
 
 def main() -> None:
     """Read the arguments from a JSON file, measure, and write the result as JSON."""
-    asked: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    result = peaks(SHAPES[asked.pop("shape")], **asked)
+    of = asked()
+    result = peaks(SHAPES[of.pop("shape")], **of)
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
 
 

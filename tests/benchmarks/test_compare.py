@@ -2,16 +2,18 @@
 
 import json
 import sys
+import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from forked_commands import forked_subprocess
 
-from benchmarks import compare
+from benchmarks import compare, processes
 from benchmarks.compare import Comparison, loss_difference, parse
 from benchmarks.peers.environments import REQUIREMENTS, python_of, reason_of
-from benchmarks.peers.job import Job
+from benchmarks.peers.job import Job, asked
 from benchmarks.peers.matrix_peak import peaks
 from benchmarks.speed import fused_lora
 from benchmarks.workload import SHAPES, Work, head_weights, layer_weights, prepare
@@ -131,7 +133,7 @@ def test_lit_ft_bare_loop_and_a_peer_do_the_same_work(tmp_path: Path, monkeypatc
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    monkeypatch.setattr(compare, "subprocess", forked_subprocess)
+    monkeypatch.setattr(processes, "subprocess", forked_subprocess)
     monkeypatch.setattr(compare, "QUIET", 2.0)  # losses are compared, not speeds: others may have the machine
     results = tmp_path / "results.jsonl"
     more = ["--setting", "1x2", "--only", "lit_ft,bare,trainer_best,torchtune", "--environments", str(tmp_path)]
@@ -163,7 +165,15 @@ def test_fused_lora_beside_peft(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[0][5] == "1.00x (1.00 to 1.00)"
 
 
-def test_job_travels_as_a_file(tmp_path: Path) -> None:
+def test_a_process_waits_for_the_file_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job("model", "rows", micro_batch_size=1, accumulate=2, device="cpu", max_length=384, options={"bf16": True})
-    job.write(tmp_path / "job.json")
-    assert Job(**json.loads((tmp_path / "job.json").read_text())) == job
+    part, path = tmp_path / "job.part", tmp_path / "job.json"
+    part.write_text(json.dumps(asdict(job)))
+    monkeypatch.setattr("sys.argv", ["peer", str(path)])
+    threading.Timer(0.1, lambda: part.rename(path)).start()
+    assert Job(**asked()) == job
+    path.unlink()
+    parents = iter([1, 1, 2])  # the process that was to write it ends meanwhile
+    monkeypatch.setattr("os.getppid", lambda: next(parents))
+    with pytest.raises(SystemExit, match=f"nothing was asked: {path}"):
+        asked()

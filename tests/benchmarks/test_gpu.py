@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from forked_commands import forked_subprocess
 
-from benchmarks import compare, gpu
+from benchmarks import gpu, processes
 from benchmarks.workload import SHAPES, layer_weights, write_model, write_random_rows
 from lit_ft.model.loading import load_tokenizer
 
@@ -44,7 +44,7 @@ def test_random_rows_are_of_the_tokenizers_ids(tmp_path: Path) -> None:
 def test_a_measurement_on_a_tiny_shape(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "subprocess", forked_subprocess)
+    monkeypatch.setattr(processes, "subprocess", forked_subprocess)
     options = ["--shape", "tiny", "--device", "cpu", "--measure", "nf4", "--data", DATA, "--folder", str(tmp_path)]
     gpu.main(options)
     lines = capfd.readouterr().out.splitlines()

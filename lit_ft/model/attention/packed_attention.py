@@ -2,10 +2,10 @@
 
 Registered with transformers' ``AttentionInterface`` under ``PACKED``, so that models stay unmodified.
 No mask is built: causal attention is computed within each sample (segment) of the packed batch. On CUDA several
-segments are one variable-length flash-attention call where it applies (``takes_varlen``). A single one, and each of
-them elsewhere, is an SDPA call, which chooses the fastest kernel of the device. In a graph of torch.compile the
-boundaries of the segments are a tensor (``Segments``), and attention is one operator. So it is with attention sinks,
-which SDPA does not know (``attend_with_sinks``).
+segments are one variable-length flash-attention call where it applies (``takes_varlen``). Segments of one length, a
+single one included, and each segment elsewhere, are an SDPA call, which chooses the fastest kernel of the device. In a
+graph of torch.compile the boundaries of the segments are a tensor (``Segments``), and attention is one operator. So it
+is with attention sinks, which SDPA does not know (``attend_with_sinks``).
 
 Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, T, heads, head_dim)``.
 """
@@ -107,11 +107,11 @@ def _fits_a_graph(query: Tensor, value: Tensor, segments: Segments, variant: Var
 
 
 def _in_graph(query: Tensor, key: Tensor, value: Tensor, segments: Segments, variant: Variant) -> Tensor:
-    if segments.ends is None and variant.window is None and variant.sinks is None:
-        return _segment(query, key, value, variant).transpose(1, 2).contiguous()
-    ends = segments.ends
-    if ends is None:
-        ends = query.shape[2] * torch.arange(2, dtype=torch.int32, device=query.device)  # without a copy from the host
+    ends, tokens = segments.ends, query.shape[2]
+    if ends is None and variant.window is None and variant.sinks is None:
+        return _of_one_length(query, key, value, segments.longest, variant)
+    if ends is None:  # without a copy from the host
+        ends = segments.longest * torch.arange(tokens // segments.longest + 1, dtype=torch.int32, device=query.device)
     return _in_one_call(query, key, value, Boundaries(ends, segments.longest), variant)
 
 
@@ -139,16 +139,16 @@ def _by_lengths(
         return attend_to_all_ranks(query, key, value, module.context_mesh, segment_lengths, variant)
     if isinstance(module, AttendsInChunks):
         segment_lengths = in_chunks(segment_lengths, module.tokens_of_chunk)
-    is_masked = variant.window is not None and max(segment_lengths) > variant.window
-    needs_one_call = len(segment_lengths) > 1 or is_masked or variant.sinks is not None
-    if needs_one_call and takes_varlen(query, value, variant.dropout):
+    longest = max(segment_lengths)
+    is_plain = variant.sinks is None and (variant.window is None or longest <= variant.window)
+    if is_plain and longest == min(segment_lengths):
+        return _of_one_length(query, key, value, longest, variant)
+    if takes_varlen(query, value, variant.dropout):
         return attend_to_segments(query, key, value, segment_lengths, variant)
     if variant.sinks is not None and takes_segments(query, value, variant.dropout):
         return attend_to_segments(query, key, value, segment_lengths, variant)
     parts = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    outputs = [_segment(q, k, v, variant) for q, k, v in parts]
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return joined.transpose(1, 2).contiguous()
+    return torch.cat([_segment(q, k, v, variant) for q, k, v in parts], dim=2).transpose(1, 2).contiguous()
 
 
 def in_chunks(lengths: Sequence[int], size: int) -> list[int]:
@@ -220,8 +220,16 @@ def _gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
+def _of_one_length(q: Tensor, k: Tensor, v: Tensor, length: int, variant: Variant) -> Tensor:
+    """Causal attention within segments of ``length`` tokens each, ``(1, T, heads, head_dim)``."""
+    if q.shape[2] == length:
+        return _segment(q, k, v, variant).transpose(1, 2).contiguous()
+    q, k, v = (tensor[0].unflatten(1, (-1, length)).transpose(0, 1) for tensor in (q, k, v))
+    return _segment(q, k, v, variant).transpose(1, 2).flatten(0, 1)[None].contiguous()
+
+
 def _segment(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    """Causal attention of a segment's last tokens to the full segment."""
+    """Causal attention of a segment's last tokens to the full segment; several segments are a batch."""
     dropout, scaling, window, sinks = variant
     length, dtype = q.shape[2], q.dtype
     before = k.shape[2] - length

@@ -33,25 +33,25 @@ class Segments(NamedTuple):
     """Boundaries of the samples of a packed batch, as a compiled or recorded layer takes them."""
 
     ends: Tensor | None
-    """Where samples end, after a 0, ``(samples + 1,)``, int32, on the device of the batch; None for a single sample."""
+    """Where samples end, after a 0, ``(samples + 1,)``, int32, on the device of the batch; None for one length."""
     longest: int
-    """Tokens of the longest sample, or more."""
+    """Tokens of the longest sample, or more; of each sample without ``ends``."""
 
 
 def segments_of(lengths: Sequence[int], device: torch.device, has_few_shapes: bool = False) -> Segments:
-    """Boundaries of samples, on the device of the batch.
+    """Boundaries of samples, on the device of the batch; none where all have one length.
 
     Args:
         has_few_shapes: whether the number of samples and the longest one are raised to powers of two, and to
             ``LEAST_SAMPLES`` and ``LEAST_TOKENS``. Samples that are added are empty. CUDA graphs are recorded once for
-            each shape and number.
+            each shape and number. Samples of one length have boundaries then, too, below ``LEAST_TOKENS``.
     """
     longest, ends = max(lengths), [0, *accumulate(lengths)]
+    if longest == min(lengths) and (longest >= LEAST_TOKENS or not has_few_shapes):
+        return Segments(None, longest)
     if has_few_shapes:
         longest = min(max(_power_of_two(longest), LEAST_TOKENS), ends[-1])
         ends += ends[-1:] * (max(_power_of_two(len(lengths)), LEAST_SAMPLES) - len(lengths))
-    elif len(lengths) == 1:
-        return Segments(None, longest)
     return Segments(queued_copy(torch.tensor(ends, dtype=torch.int32), device), longest)
 
 

@@ -103,7 +103,7 @@ class DecoderGraphs:
         self._weights: list[tuple[int, bool]] = []
         """Place in memory of each parameter, and whether it trains."""
         self._trained: list[nn.Parameter] = []
-        self._recorded: dict[tuple[int, ...], _Recorded | None] = {}
+        self._recorded: dict[tuple[int | None, ...], _Recorded | None] = {}
         self._pool: Any = None
         self._has_warned = False
         self.passes = 0
@@ -124,15 +124,14 @@ class DecoderGraphs:
         if (weights := [(p.data_ptr(), p.requires_grad) for p in self._parameters]) != self._weights:
             self._weights, self._recorded = weights, {}
             self._trained = [p for p in self._parameters if p.requires_grad]
-        assert segments.ends is not None, "a batch that is padded has boundaries"
-        shape = ids.shape[1], len(segments.ends), segments.longest
+        shape = ids.shape[1], None if segments.ends is None else len(segments.ends), segments.longest
         if shape not in self._recorded:
             self._recorded[shape] = None
             return self._layers(ids, positions, segments)  # compiles and loads what the recording needs
         recorded = self._recorded[shape]
         if recorded is None:
             recorded = self._recorded[shape] = self._record(ids, positions, segments)
-        return _Replay.apply(self, recorded, ids, positions, segments.ends, *self._trained)
+        return _Replay.apply(self, recorded, (ids, positions, segments.ends), *self._trained)
 
     def _record(self, ids: Tensor, positions: Tensor, segments: Segments) -> "_Recorded":
         if self._pool is None:
@@ -161,8 +160,7 @@ class _Recorded:
         self, layers: Layers, trained: Sequence[nn.Parameter], batch: tuple[Tensor, Tensor, Segments], pool: Any
     ) -> None:
         ids, positions, (ends, longest) = batch
-        assert ends is not None
-        self.inputs = [tensor.clone() for tensor in (ids, positions, ends)]
+        self.inputs = ids.clone(), positions.clone(), None if ends is None else ends.clone()
         self._layers, self._trained, self._longest = layers, trained, longest
         device = ids.device.type
         # Autocast keeps weights that it has cast, in memory of the graph that came first.
@@ -221,10 +219,11 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: DecoderGraphs, recorded: _Recorded, ids: Tensor, positions: Tensor, ends: Tensor, *_: Tensor
+        ctx: Any, graphs: DecoderGraphs, recorded: _Recorded, inputs: tuple[Tensor | None, ...], *_: Tensor
     ) -> Tensor:
-        for own, given in zip(recorded.inputs, (ids, positions, ends), strict=True):
-            own.copy_(given)
+        for own, given in zip(recorded.inputs, inputs, strict=True):
+            if own is not None and given is not None:
+                own.copy_(given)
         recorded.forward()
         graphs.passes += 1
         ctx.graphs, ctx.recorded, ctx.number = graphs, recorded, graphs.passes
@@ -241,4 +240,4 @@ class _Replay(torch.autograd.Function):
         ctx.recorded.grad_hidden.copy_(grad)
         ctx.recorded.backward()
         ctx.graphs.passes += 1
-        return None, None, None, None, None, *ctx.recorded.gradients()
+        return None, None, None, *ctx.recorded.gradients()
