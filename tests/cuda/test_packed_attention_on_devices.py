@@ -129,3 +129,5 @@ def test_several_segments_are_one_call_on_a_gpu(device: str) -> None:
     calls = check(Case((6, 2, 32, 32), [7, 1, 30], None, torch.bfloat16), device)
     varlen, by_segment = calls.count("_varlen_attn"), calls.count("scaled_dot_product")
     assert (varlen, by_segment) == ((1, 0) if device == "cuda" else (0, 3))
+    of_one_length = check(Case((6, 2, 32, 32), [30] * 3, None, torch.bfloat16), device)
+    assert (of_one_length.count("_varlen_attn"), of_one_length.count("scaled_dot_product")) == (0, 1)

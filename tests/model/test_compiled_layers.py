@@ -67,9 +67,11 @@ def assert_same(found: Passes, wanted: Passes) -> None:
         (True, True, "eager", ROWS[::2], 2),  # rows of several samples
         (False, True, "eager", ROWS[:2], 2),
         (False, "selective", "aot_eager", ROWS[::2], 1),
+        (False, False, "aot_eager", ((30, 30), (7, 7, 7), (12, 12)), 1),
+        (False, True, "eager", ((7, 25, 40), (64,), (8, 8, 8), (30,), (12, 12), (5, 6)), 3),
     ],
 )
-def test_a_layer_is_one_graph_for_one_sample_and_one_for_several(
+def test_a_layer_is_one_graph_for_one_sample_one_for_several_and_one_for_those_of_one_length(
     lora: bool, checkpointing: Any, backend: str, chosen: tuple[tuple[int, ...], ...], graphs: int, tiny_qwen2: str
 ) -> None:
     rows = rows_of(chosen)

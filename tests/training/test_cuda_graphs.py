@@ -132,6 +132,18 @@ def test_replayed_passes_give_the_same_numbers(
     assert len(recordings) == 2  # rows of 32 tokens came five times, a row of 64 once
 
 
+def test_long_samples_of_one_length_are_recorded_without_boundaries(tiny_qwen2: str, recordings: list[object]) -> None:
+    """Attention is SDPA then, which has a faster kernel on some devices."""
+    rows = rows_of(((512, 512), (512, 512), (1024,), (512, 512), (1024,), (1024,)))
+    plain, recorded = module_of(tiny_qwen2, peft=lora()), module_of(tiny_qwen2, peft=lora(), **GRAPHS)
+    for one, other in zip(passes(recorded, rows), passes(plain, rows), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+    assert len(recordings) == 4
+    graphs = recorded._packed.graphs
+    assert graphs is not None
+    assert set(graphs._recorded) == {(1024, None, 512), (1024, None, 1024)}
+
+
 ELSEWHERE = (
     {"CorDA", "LoRA-GA", "EVA"}  # read training data, and are LoRA then
     | {"prompt tuning", "P-tuning", "prefix tuning"}  # refused

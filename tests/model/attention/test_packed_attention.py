@@ -65,6 +65,41 @@ def test_a_row_equals_its_samples_one_by_one(family: str) -> None:
     torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-4)
 
 
+class SdpaCalls(TorchDispatchMode):
+    """Shapes of the queries that SDPA's kernel is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flash_attention" in func.name() and "backward" not in func.name():
+            self.queries.append((*args[0].shape,))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 6, 3])
+def test_samples_of_one_length_are_a_batch_of_one_call(window: int | None, dtype: torch.dtype) -> None:
+    """Unless a window is shorter than they are, for which the kernel needs a mask."""
+    inputs = [torch.randn(1, heads, 18, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
+    given: dict[str, Any] = {"scaling": 0.3, "sliding_window": window}
+
+    def attend(*inputs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return packed_attention(nn.Module(), *inputs, None, segment_lengths=lengths, **given)[0]
+
+    with SdpaCalls() as calls:
+        out = attend(*inputs, lengths=[6, 6, 6])
+    assert calls.queries == ([(1, 4, 6, 16)] * 3 if window == 3 else [(3, 4, 6, 16)])
+    parts = zip(*(one.split(6, dim=2) for one in inputs), strict=True)
+    wanted = torch.cat([attend(*part, lengths=[6]) for part in parts], dim=1)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, wanted)
+    grad = torch.randn_like(out)
+    found, others = (torch.autograd.grad(one, inputs, grad) for one in (out, wanted))
+    torch.testing.assert_close(found, others)
+
+
 def test_short_bf16_segments_are_computed_in_fp32() -> None:
     packed = tiny("qwen2", PACKED).to(torch.bfloat16)
     ids = torch.randint(3, 97, (1, 9))

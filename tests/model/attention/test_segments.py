@@ -56,7 +56,7 @@ def test_the_operator_keeps_torch_s_rules() -> None:
 
 def test_boundaries_of_few_shapes_add_empty_samples() -> None:
     cpu = torch.device("cpu")
-    assert segments_of([5], cpu) == Segments(None, 5)
+    assert segments_of([5], cpu) == segments_of([5, 5], cpu) == Segments(None, 5)
     exact, few = segments_of([5, 2, 3], cpu), segments_of([5, 2, 3], cpu, has_few_shapes=True)
     assert exact.ends is not None
     assert few.ends is not None
@@ -68,6 +68,10 @@ def test_boundaries_of_few_shapes_add_empty_samples() -> None:
     assert segments_of([513, 600], cpu, has_few_shapes=True).longest == 1024
     assert segments_of([5, 1000], cpu, has_few_shapes=True).longest == 1005
     assert segments_of([300, 1000], cpu, has_few_shapes=True).longest == 1024
+    alike = segments_of([5, 5], cpu, has_few_shapes=True)
+    assert alike.ends is not None
+    assert (len(alike.ends), alike.longest) == (1 + 32, 10)
+    assert segments_of([512, 512], cpu, has_few_shapes=True) == Segments(None, 512)
     q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
     assert torch.equal(attend(q, k, v, few.ends, None, None), attend(q, k, v, exact.ends, None, None))
 
