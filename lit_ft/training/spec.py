@@ -182,7 +182,8 @@ class TrainingSpec:
         if self.neftune_alpha is not None:
             forward.add_embedding_noise(self.neftune_alpha)
         if self.fused_lora:
-            fused_lora.fuse(model, keeps_products=self.gradient_checkpointing == "selective")
+            keeps_products = self.gradient_checkpointing == "selective"
+            fused_lora.fuse(model, keeps_products, shares_inputs=not (self.compile and self.gradient_checkpointing))
         if self.compile:
             layers = loading.decoder_layers(forward.base)
             compiled_layers.compile_layers(layers, self.compile, self.gradient_checkpointing)

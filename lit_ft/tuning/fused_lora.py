@@ -5,6 +5,9 @@ bfloat16, it casts the inputs of every layer to float32, keeps that copy for the
 float32. Here the adapter's matrices are cast, which are small, and both products add up in one buffer. The backward
 pass keeps the inputs as they are and ``x A^T``, which has only the rank's columns.
 
+Layers with the same input (q, k and v; gate and up) are one function: the input is read once for all their matrices A,
+forward and backward, and their gradients of it add up in one buffer. The first of them computes the outputs of all.
+
 Modules, parameters, saving and merging stay PEFT's: a layer changes its class, which overrides ``forward`` alone.
 
 bitsandbytes' 4-bit weights are dequantized in the forward and again in the backward pass, as bitsandbytes does.
@@ -13,9 +16,9 @@ Legend: T tokens, I inputs and O outputs of a layer, R rank.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -27,8 +30,11 @@ from torch.autograd.function import once_differentiable
 from lit_ft.internals.torch import forward_hooks
 from lit_ft.tuning import expert_lora
 
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that transformers' models call one after another with the same input."""
 
-def fuse(model: nn.Module, keeps_products: bool = False) -> None:
+
+def fuse(model: nn.Module, keeps_products: bool = False, shares_inputs: bool = True) -> None:
     """Let plain LoRA linear layers of a model compute their products in one autograd function, and LoRA on experts too.
 
     Layers with another base layer than ``nn.Linear`` or bitsandbytes' in 4 bits, embeddings and variants of LoRA
@@ -37,6 +43,8 @@ def fuse(model: nn.Module, keeps_products: bool = False) -> None:
     Args:
         model: model with any tuning method, or none; changed in place.
         keeps_products: whether activation checkpointing keeps the results of matrix products (``selective``).
+        shares_inputs: whether layers with the same input are one function; torch.compile lets nothing in a checkpoint
+            keep outputs for a later call.
     """
     left: Counter[str] = Counter()
     reported: set[str] = set()
@@ -56,8 +64,22 @@ def fuse(model: nn.Module, keeps_products: bool = False) -> None:
             left[reason] += 1
         else:
             outer.__class__ = expert_lora.FusedExperts
+    if shares_inputs:
+        _share_inputs(model)
     for reason, count in left.items():
         rank_zero_info(f"model.fused_lora: PEFT computes {count} LoRA layers itself ({reason})")
+
+
+def _share_inputs(model: nn.Module) -> None:
+    """Let the first of layers with the same input compute the outputs of the others."""
+    for parent in model.modules():
+        children = dict(parent.named_children())
+        for names in SAME_INPUT:
+            layers = [child for child in map(children.get, names) if isinstance(child, Fused)]
+            if len(layers) > 1:
+                layers[0].others, ahead = tuple(layers[1:]), OutputsAhead()
+                for place, layer in enumerate(layers):
+                    layer.ahead, layer.place = ahead, place
 
 
 def _unlike_plain_lora(layer: lora.LoraLayer) -> str | None:
@@ -68,6 +90,32 @@ def _unlike_plain_lora(layer: lora.LoraLayer) -> str | None:
     if type(base := layer.get_base_layer()) is not fused.base_class or base is not layer.base_layer:
         return f"a layer on {type(layer.base_layer).__name__}"
     return None
+
+
+class OutputsAhead:
+    """Outputs of layers that the first one with their input has computed, until their own calls."""
+
+    def __init__(self) -> None:
+        self.x: Tensor | None = None
+        self.outputs: dict[int, Tensor] = {}
+        self.is_off = False
+        """Whether the layers were called with other inputs, and each computes its own output now."""
+
+    def put(self, x: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Keep the outputs of the layers after the first one for an input of all."""
+        self.x, self.outputs = x, dict(enumerate(outputs, 1))
+
+    def take(self, place: int, x: Tensor) -> Tensor | None:
+        """Output of a layer for an input; None if it has to compute it."""
+        if self.is_off or not self.outputs:
+            return None
+        if x is not self.x or place not in self.outputs:
+            self.x, self.outputs, self.is_off = None, {}, True
+            return None
+        out = self.outputs.pop(place)
+        if not self.outputs:
+            self.x = None
+        return out
 
 
 class Fused(nn.Module, lora.LoraLayer):
@@ -84,17 +132,52 @@ class Fused(nn.Module, lora.LoraLayer):
     keeps_products: bool
     reported: set[str]
     """Reasons that a notice was printed for; all layers of a model share it."""
+    others: tuple["Fused", ...] = ()
+    """Layers with the same input, of the one that the model calls first."""
+    ahead: OutputsAhead | None = None
+    place: int
+    """Place of the layer among those with the same input."""
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Apply layer and adapter, ``(..., I) -> (..., O)``, in the dtype of ``x`` or of autocast."""
-        if args or kwargs or self.disable_adapters or self.merged:
+        if args or kwargs:
             return super().forward(x, *args, **kwargs)
+        if self.ahead is not None and (out := self.ahead.take(self.place, x)) is not None:
+            return out
+        adapter = self._adapter(x)
+        if adapter is None:
+            return super().forward(x)
+        others = self._adapters_of_others(x, adapter)
+        out, *of_others = _outputs(x, [(self, adapter), *others])
+        if of_others:
+            assert self.ahead is not None
+            self.ahead.put(x, of_others)
+        return out
+
+    def _adapter(self, x: Tensor) -> str | None:
+        """Name of the adapter that the function computes; None if PEFT computes the layer."""
+        if self.disable_adapters or self.merged:
+            return None
         adapters = [name for name in self.active_adapters if name in self.lora_A]
         reason = f"{len(adapters)} adapters are active" if len(adapters) != 1 else self._obstacle(x, adapters[0])
-        if reason is not None:
-            self._report(reason)
-            return super().forward(x)
-        return self._fused(x, adapters[0])
+        if reason is None:
+            return adapters[0]
+        self._report(reason)
+        return None
+
+    def _adapters_of_others(self, x: Tensor, adapter: str) -> list[tuple["Fused", str]]:
+        """The layers that are computed together with this one, each with the name of its adapter; or none."""
+        if not self.others or not self.training or self.ahead is None or self.ahead.is_off:
+            return []
+        if any(map(_is_changed, (self, *self.others))):  # as by tensor parallelism: what they compute is not known here
+            return []
+        found: list[tuple[Fused, str]] = []
+        for layer in (self, *self.others):
+            name = adapter if layer is self else layer._adapter(x)
+            if name is None or isinstance(layer.lora_dropout[name], nn.Dropout):  # each layer drops other inputs
+                return []
+            found.append((layer, name))
+        return found[1:]
 
     def _obstacle(self, x: Tensor, adapter: str) -> str | None:
         """Reason why weights cannot be multiplied directly at this call; None if they can."""
@@ -105,7 +188,7 @@ class Fused(nn.Module, lora.LoraLayer):
                 return f"a part of them is a {type(part).__name__}"
             if type(part.weight) not in weight_classes:
                 return f"a weight of theirs is a {type(part.weight).__name__}"
-            if any(forward_hooks(part)) or "forward" in vars(part):
+            if _is_changed(part):
                 return "their parts have hooks, or a forward pass of their own"  # ZeRO-3 gathers weights there
         if self.base_layer.weight.requires_grad:
             return "their base weights train"
@@ -126,15 +209,29 @@ class Fused(nn.Module, lora.LoraLayer):
             self.reported.add(reason)
             rank_zero_info(f"model.fused_lora: PEFT computes LoRA layers itself: {reason}")
 
-    def _fused(self, x: Tensor, adapter: str) -> Tensor:
+    def weights(self, adapter: str) -> tuple[Tensor | float | Callable[[Tensor], Tensor] | None, ...]:
+        """What ``_LoraProducts`` takes of a layer."""
         base, down, up = self.base_layer, self.lora_A[adapter], self.lora_B[adapter]
-        dropout, scaling, bias = self.lora_dropout[adapter], self.scaling[adapter], base.bias
+        scaling, bias = self.scaling[adapter], base.bias
         if up.bias is not None:
             bias = scaling * up.bias + (0 if bias is None else bias)
-        x = x.to(_dtype_of(x))
-        dropped = dropout(x) if dropout.training and isinstance(dropout, nn.Dropout) else None
-        inputs = x, dropped, base.weight, bias, down.weight, up.weight
-        return _LoraProducts.apply(*inputs, scaling, self.keeps_products, self._dequantize())
+        return base.weight, bias, down.weight, up.weight, scaling, self._dequantize()
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward pass of its own."""
+    return any(forward_hooks(module)) or "forward" in vars(module)
+
+
+def _outputs(x: Tensor, layers: Sequence[tuple[Fused, str]]) -> tuple[Tensor, ...]:
+    """Outputs of layers for an input of all, each with the name of its adapter; of one layer with dropout."""
+    x = x.to(_dtype_of(x))
+    (first, adapter), *_ = layers
+    dropout = first.lora_dropout[adapter]
+    dropped = dropout(x) if dropout.training and isinstance(dropout, nn.Dropout) else None
+    weights = [part for layer, name in layers for part in layer.weights(name)]
+    outputs: tuple[Tensor, ...] = _LoraProducts.apply(x, dropped, first.keeps_products, *weights)
+    return outputs
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
@@ -184,68 +281,104 @@ def fused_classes() -> dict[type[lora.LoraLayer], type[Fused]]:
     return classes
 
 
+class _Layer(NamedTuple):
+    """What the function is given of a layer."""
+
+    weight: Tensor
+    bias_O: Tensor | None
+    a_RI: Tensor
+    b_OR: Tensor
+    scaling: float
+    dequantize: Callable[[Tensor], Tensor] | None
+
+
 class _LoraProducts(torch.autograd.Function):
-    """``x W^T + bias + scaling (x A^T) B^T``, with ``dropped`` in place of the second ``x`` if there is dropout."""
+    """``x W^T + bias + scaling (x A^T) B^T`` of each layer; with dropout, ``dropped`` is the second ``x``."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        dropped: Tensor | None,
-        weight: Tensor,
-        bias_O: Tensor | None,
-        a_RI: Tensor,
-        b_OR: Tensor,
-        scaling: float,
-        keeps_products: bool,
-        dequantize: Callable[[Tensor], Tensor] | None,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, dropped: Tensor | None, keeps_products: bool, *of_layers: Any
+    ) -> tuple[Tensor, ...]:
+        layers = _layers(of_layers)
         source = x if dropped is None else dropped
-        weight_OI = (weight if dequantize is None else dequantize(weight)).to(x.dtype)
-        a_RI, scaled_b_OR = a_RI.to(x.dtype), (b_OR * scaling).to(x.dtype)
-        outputs, inputs = weight_OI.shape
+        inputs = x.shape[-1]
         x_TI = x.reshape(-1, inputs)
+        a_RI = torch.cat([layer.a_RI for layer in layers]) if len(layers) > 1 else layers[0].a_RI
+        a_RI = a_RI.to(x.dtype)
         h_TR = source.reshape(-1, inputs) @ a_RI.T
-        ctx.save_for_backward(source, h_TR, weight_OI if dequantize is None else weight, a_RI, scaled_b_OR)
-        ctx.scaling, ctx.dequantize = scaling, dequantize
-
-        # The small product first: it is rounded to bfloat16 once more, and a rounding of the sum would cost more.
-        # With `out`, selective checkpointing does not keep it, but the sum alone.
-        # Models may change the result in place, which autograd forbids for a view: `out` is none, nor is an unsafe one.
-        out = x.new_empty(*x.shape[:-1], outputs)
-        out_TO = out.view(-1, outputs)
-        if bias_O is None:
-            torch.mm(h_TR, scaled_b_OR.T, out=out_TO)
-        else:
-            torch.addmm(bias_O.to(x.dtype), h_TR, scaled_b_OR.T, out=out_TO)
-        if keeps_products:
-            total_TO = torch.addmm(out_TO, x_TI, weight_OI.T)
-            return torch.ops.aten._unsafe_view.default(total_TO, out.shape)
-        _add_product(out_TO, x_TI, weight_OI.T)
-        return out
+        ctx.ranks = [len(layer.a_RI) for layer in layers]
+        ctx.scalings, ctx.dequantize = [layer.scaling for layer in layers], [layer.dequantize for layer in layers]
+        weights, scaled, outputs = [], [], []
+        for layer, h in zip(layers, h_TR.split(ctx.ranks, dim=1), strict=True):
+            weight_OI = _dense(layer.weight, layer.dequantize, x.dtype)
+            scaled_b_OR = (layer.b_OR * layer.scaling).to(x.dtype)
+            weights.append(weight_OI if layer.dequantize is None else layer.weight)
+            scaled.append(scaled_b_OR)
+            outputs.append(_sum_of_products(x, x_TI, weight_OI, layer.bias_O, h, scaled_b_OR, keeps_products))
+        ctx.save_for_backward(source, h_TR, a_RI, *weights, *scaled)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, h_TR, weight_OI, a_RI, scaled_b_OR = ctx.saved_tensors
-        for_x, for_dropped, _, for_bias, for_a, for_b, *_ = ctx.needs_input_grad
-        grad_TO = grad.reshape(-1, grad.shape[-1])
-        grad_h_TR = grad_TO @ scaled_b_OR
-        grad_x = grad_dropped = grad_bias = grad_a = grad_b = None
-        if for_x and ctx.dequantize is not None:
-            weight_OI = ctx.dequantize(weight_OI).to(source.dtype)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        source, h_TR, a_RI, *weights_and_scaled = ctx.saved_tensors
+        count = len(grads)
+        weights, scaled = weights_and_scaled[:count], weights_and_scaled[count:]
+        for_x, for_dropped = ctx.needs_input_grad[:2]
+        needed = _layers(ctx.needs_input_grad[3:])
+        grads_TO = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        products = [grad_TO @ scaled_b_OR for grad_TO, scaled_b_OR in zip(grads_TO, scaled, strict=True)]
+        grad_h_TR = torch.cat(products, dim=1) if count > 1 else products[0]
+        grad_x = grad_dropped = None
         if for_dropped:
             grad_dropped = (grad_h_TR @ a_RI).view(source.shape)
-            grad_x = (grad_TO @ weight_OI).view(source.shape)
         elif for_x:
-            grad_x = _add_product(grad_h_TR @ a_RI, grad_TO, weight_OI).view(source.shape)
-        if for_bias:
-            grad_bias = grad_TO.sum(0, dtype=torch.float32)
-        if for_a:
-            grad_a = _product_in_float32(grad_h_TR.T, source.reshape(-1, source.shape[-1]))
-        if for_b:
-            grad_b = _product_in_float32(grad_TO.T, h_TR) * ctx.scaling
-        return grad_x, grad_dropped, None, grad_bias, grad_a, grad_b, None, None, None
+            grad_x = grad_h_TR @ a_RI
+        for grad_TO, weight, dequantize in zip(grads_TO, weights, ctx.dequantize, strict=True):
+            if for_x:
+                weight_OI = _dense(weight, dequantize, source.dtype)
+                grad_x = grad_TO @ weight_OI if grad_x is None else _add_product(grad_x, grad_TO, weight_OI)
+        found: list[Tensor | None] = []
+        of_a: Sequence[Tensor | None] = [None] * count
+        if any(layer.a_RI for layer in needed):
+            of_a = _product_in_float32(grad_h_TR.T, source.reshape(-1, source.shape[-1])).split(ctx.ranks)
+        for layer, grad_TO, grad_a, h, scaling in zip(
+            needed, grads_TO, of_a, h_TR.split(ctx.ranks, dim=1), ctx.scalings, strict=True
+        ):
+            grad_bias = grad_TO.sum(0, dtype=torch.float32) if layer.bias_O else None
+            grad_b = _product_in_float32(grad_TO.T, h) * scaling if layer.b_OR else None
+            found += [None, grad_bias, grad_a if layer.a_RI else None, grad_b, None, None]
+        return None if grad_x is None else grad_x.view(source.shape), grad_dropped, None, *found
+
+
+def _layers(parts: Sequence[Any]) -> list[_Layer]:
+    """What a function is given of each layer, from what it is given of all."""
+    size = len(_Layer._fields)
+    return [_Layer(*parts[start : start + size]) for start in range(0, len(parts), size)]
+
+
+def _dense(weight: Tensor, dequantize: Callable[[Tensor], Tensor] | None, dtype: torch.dtype) -> Tensor:
+    return (weight if dequantize is None else dequantize(weight)).to(dtype)
+
+
+def _sum_of_products(
+    x: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, h_TR: Tensor, b_OR: Tensor, keeps_products: bool
+) -> Tensor:
+    """``x W^T + bias + h B^T``, in the shape of ``x``."""
+    # The small product first: it is rounded to bfloat16 once more, and a rounding of the sum would cost more.
+    # With `out`, selective checkpointing does not keep it, but the sum alone.
+    # Models may change the result in place, which autograd forbids for a view: `out` is none, nor is an unsafe one.
+    out = x.new_empty(*x.shape[:-1], len(weight_OI))
+    out_TO = out.view(-1, len(weight_OI))
+    if bias_O is None:
+        torch.mm(h_TR, b_OR.T, out=out_TO)
+    else:
+        torch.addmm(bias_O.to(x.dtype), h_TR, b_OR.T, out=out_TO)
+    if keeps_products:
+        total_TO = torch.addmm(out_TO, x_TI, weight_OI.T)
+        return torch.ops.aten._unsafe_view.default(total_TO, out.shape)
+    _add_product(out_TO, x_TI, weight_OI.T)
+    return out
 
 
 torch.library.define("lit_ft::add_product", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")

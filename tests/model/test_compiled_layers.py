@@ -39,7 +39,8 @@ def passes(folder: str, rows: list[PackedBatch], lora: bool = True, **options: A
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    peft = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    targets = ["q_proj", "v_proj", "gate_proj", "up_proj"]
+    peft = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
     module = CausalLM(folder, peft=peft if lora else None, **options)
     module.configure_model()
     module.train()

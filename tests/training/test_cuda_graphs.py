@@ -97,7 +97,9 @@ def base_of(module: CausalLM) -> PreTrainedModel:
 
 
 def lora() -> LoraConfig:
-    return LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=4, target_modules=["q_proj", "k_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
 
 
 def passes(module: CausalLM, rows: list[PackedBatch], accumulate: int = 1) -> list[Tensor]:

@@ -138,8 +138,8 @@ def test_inputs_are_kept_once_and_in_their_dtype() -> None:
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model.model.up(x)
     assert {dtype for dtype, _ in kept} == {torch.bfloat16}
-    # x, x A^T, and the weights W, A and B
-    assert [shape for _, shape in kept] == [(2, 50, 32), (100, 6), (80, 32), (6, 32), (80, 6)]
+    # x, x A^T, and the weights A, W and B
+    assert [shape for _, shape in kept] == [(2, 50, 32), (100, 6), (6, 32), (80, 32), (80, 6)]
 
 
 class Products(TorchDispatchMode):
@@ -201,6 +201,146 @@ def test_merging_switching_off_and_parameters_are_those_of_peft() -> None:
             change()
             assert distance(other(x), adapted) < 1e-6
         assert distance(other.merge_and_unload()(x), adapted) < 1e-6
+
+
+# --- layers with the same input -------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Layers with the names that transformers gives them; ``v_proj`` is called before ``k_proj``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(32, 48), nn.Linear(32, 16, bias=False), nn.Linear(32, 16)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(48, 64), nn.Linear(48, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v, k = self.q_proj(x), self.v_proj(x), self.k_proj(x)
+        x = q * torch.cat([k, v.sigmoid(), k + v], dim=-1)
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def lora_block(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"r": 6, "target_modules": ".*_proj", "init_lora_weights": False, **options}
+    return get_peft_model(Block().to(dtype), LoraConfig(**options))
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rsLoRA": {"use_rslora": True},
+    "bias of B": {"lora_bias": True},
+    "bias of the base": {"bias": "all"},
+    "other ranks": {"rank_pattern": {"k_proj": 2, "up_proj": 9}, "alpha_pattern": {"v_proj": 3}},
+    "two of three": {"target_modules": ["q_proj", "v_proj"]},
+}
+
+
+@pytest.mark.parametrize("trains_x", [True, False])
+@pytest.mark.parametrize("options", TOGETHER)
+def test_layers_with_the_same_input_compute_what_peft_does(options: str, trains_x: bool) -> None:
+    model = lora_block(**TOGETHER[options])
+    other = fused(model)
+    wanted, found = (numbers(m, inputs(), trains_x) for m in (model, other))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert distance(found[name], tensor) < 1e-6, name
+    aheads = [layer.ahead for layer in other.modules() if isinstance(layer, Fused) and layer.others]
+    assert len(aheads) == (1 if options == "two of three" else 2)
+    assert not any(ahead.is_off or ahead.outputs or ahead.x is not None for ahead in aheads)
+
+
+def test_gradients_of_layers_with_the_same_input_are_those_of_finite_differences() -> None:
+    model = fused(lora_block(torch.float64, lora_bias=True, rank_pattern={"k_proj": 2})).double()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    x = inputs(torch.float64)[:1, :2].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, *_: model(x), (x, *weights), fast_mode=True)
+
+
+class SizesOfProducts(TorchDispatchMode):
+    """Shapes of the second matrix of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.sizes[(*args[1].shape,)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_input_is_read_once_for_all_layers() -> None:
+    model, x = fused(lora_block()), inputs().requires_grad_()
+    with SizesOfProducts() as forward:
+        out = model(x)
+    with SizesOfProducts() as backward:
+        out.sum().backward()
+    assert {size: count for size, count in forward.sizes.items() if size[0] != 6} == {
+        (32, 18): 1,
+        (48, 12): 1,
+        (64, 6): 1,
+    }
+    of_inputs = {size: count for size, count in backward.sizes.items() if size[0] != 100 and size[1] != 6}
+    assert of_inputs == {(18, 32): 1, (12, 48): 1, (6, 64): 1}
+    assert backward.sizes[100, 32] == backward.sizes[100, 48] == 1  # gradients of all matrices A
+
+
+def other_input(block: Any) -> None:
+    proj = block.k_proj
+    block.__dict__["k_proj"] = lambda x: proj(x + 0)
+
+
+def left_out(block: Any) -> None:
+    proj = block.k_proj.base_layer
+    block.__dict__["k_proj"] = lambda x: proj(x)
+
+
+def hooked(block: Any) -> None:
+    block.v_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+
+
+@pytest.mark.parametrize(("change", "is_off"), [(other_input, True), (left_out, True), (hooked, False)])
+def test_layers_whose_inputs_differ_compute_their_own_outputs(change: Any, is_off: bool) -> None:
+    class Looked(Block):
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name)
+
+    model = lora_block()
+    other = fused(model)
+    for one in (model, other):
+        one.base_model.model.__class__ = Looked
+        change(one.base_model.model)
+    for _ in range(2):
+        wanted, found = numbers(model, inputs()), numbers(other, inputs())
+        for name, tensor in wanted.items():
+            if tensor is None:  # of a layer that is not called
+                assert found[name] is None or not found[name].any(), name
+            else:
+                assert distance(found[name], tensor) < 1e-6, name
+    ahead = other.base_model.model.q_proj.ahead
+    assert ahead.is_off == is_off
+    assert not ahead.outputs
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.3}, {"target_modules": ["q_proj", "up_proj"]}])
+def test_layers_with_dropout_or_without_others_are_computed_alone(options: dict[str, Any]) -> None:
+    model = lora_block(**options)
+    wanted, found = numbers(model, inputs()), numbers(fused(model), inputs())
+    for name, tensor in wanted.items():
+        assert distance(found[name], tensor) < 1e-6, name
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=IN_EVERY_CASE)])
+def test_layers_with_the_same_input_are_in_one_graph(backend: str) -> None:
+    model = fused(lora_block())
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(model), backend=backend, fullgraph=True, dynamic=True)
+    for rows in (inputs(), inputs()[:, :31]):
+        compiled.zero_grad(), model.zero_grad()
+        found, wanted = numbers(compiled, rows), numbers(model, rows)
+        for tensor, other in zip(wanted.values(), found.values(), strict=True):
+            assert distance(other, tensor) < 1e-6
 
 
 # --- where PEFT computes the layer ----------------------------------------------------------------------
