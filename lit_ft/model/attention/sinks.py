@@ -54,7 +54,9 @@ class _WithSinks(torch.autograd.Function):
             within = Boundaries(ends, longest, key_ends, longest_keys)
             out, log_sums = varlen.forward(q, k, v, within, scaling, window)
         with_sinks = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
-        out = (out * (log_sums - with_sinks).exp()[..., None]).to(q.dtype)
+        out = out * (log_sums - with_sinks).exp()[..., None]
+        if out.dtype != q.dtype:  # compiled by torch 2.11, the result of a cast to its own dtype has no gradients
+            out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, with_sinks, ends, key_ends)
         ctx.longest, ctx.options = (longest, longest_keys), (scaling, window)
         return out
