@@ -300,6 +300,8 @@ class _LoraProducts(torch.autograd.Function):
         ctx: Any, x: Tensor, dropped: Tensor | None, keeps_products: bool, *of_layers: Any
     ) -> tuple[Tensor, ...]:
         layers = _layers(of_layers)
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # the weights of an output that nothing reads have no gradients
         source = x if dropped is None else dropped
         inputs = x.shape[-1]
         x_TI = x.reshape(-1, inputs)
@@ -320,13 +322,17 @@ class _LoraProducts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         source, h_TR, a_RI, *weights_and_scaled = ctx.saved_tensors
         count = len(grads)
         weights, scaled = weights_and_scaled[:count], weights_and_scaled[count:]
         for_x, for_dropped = ctx.needs_input_grad[:2]
         needed = _layers(ctx.needs_input_grad[3:])
-        grads_TO = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        is_read = [grad is not None for grad in grads]
+        given = (
+            b.new_zeros(len(h_TR), len(b)) if grad is None else grad for grad, b in zip(grads, scaled, strict=True)
+        )
+        grads_TO = [grad.reshape(-1, grad.shape[-1]) for grad in given]
         products = [grad_TO @ scaled_b_OR for grad_TO, scaled_b_OR in zip(grads_TO, scaled, strict=True)]
         grad_h_TR = torch.cat(products, dim=1) if count > 1 else products[0]
         grad_x = grad_dropped = None
@@ -338,16 +344,16 @@ class _LoraProducts(torch.autograd.Function):
             if for_x:
                 weight_OI = _dense(weight, dequantize, source.dtype)
                 grad_x = grad_TO @ weight_OI if grad_x is None else _add_product(grad_x, grad_TO, weight_OI)
-        found: list[Tensor | None] = []
         of_a: Sequence[Tensor | None] = [None] * count
         if any(layer.a_RI for layer in needed):
             of_a = _product_in_float32(grad_h_TR.T, source.reshape(-1, source.shape[-1])).split(ctx.ranks)
-        for layer, grad_TO, grad_a, h, scaling in zip(
-            needed, grads_TO, of_a, h_TR.split(ctx.ranks, dim=1), ctx.scalings, strict=True
-        ):
+        found: list[Tensor | None] = []
+        parts = zip(needed, is_read, grads_TO, of_a, h_TR.split(ctx.ranks, dim=1), ctx.scalings, strict=True)
+        for layer, has_gradient, grad_TO, grad_a, h, scaling in parts:
             grad_bias = grad_TO.sum(0, dtype=torch.float32) if layer.bias_O else None
             grad_b = _product_in_float32(grad_TO.T, h) * scaling if layer.b_OR else None
-            found += [None, grad_bias, grad_a if layer.a_RI else None, grad_b, None, None]
+            of_layer = [None, grad_bias, grad_a if layer.a_RI else None, grad_b, None, None]
+            found += of_layer if has_gradient else [None] * len(of_layer)
         return None if grad_x is None else grad_x.view(source.shape), grad_dropped, None, *found
 
 
