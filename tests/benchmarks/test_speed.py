@@ -11,6 +11,7 @@ from one_process import numbers
 from peft import LoraConfig
 from transformers import AutoConfig
 
+from benchmarks.speed import equal_samples
 from benchmarks.speed.scaling import measure_curve
 from benchmarks.speed.scaling_pictures import draw
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -118,3 +119,13 @@ def test_points_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
     # Weights in bf16 are most of it: 1.54 billion of them, the head tied.
     assert new["parameters"] == pytest.approx(1.544e9, rel=1e-3)
     assert new["gib"] == pytest.approx(2 * 1.544e9 / 2**30, rel=0.05)
+
+
+def test_attention_to_samples_of_one_length_has_a_row_for_each_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(equal_samples, "BATCHES", {"cpu": [(1, 12), (3, 8)]})
+    equal_samples.main(["--repeats", "3"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if " ms" in line]
+    assert [row[0] for row in rows] == ["| 1 x 12", "| 3 x 8"]
+    assert all(float(cell.split()[0]) > 0 for row in rows for cell in row[1:])
