@@ -199,6 +199,19 @@ def test_the_command_compares_a_model_with_another(
         Judge.with_prompt(OpenAIClient(url), "judge", "judge.txt", 1)
 
 
+def refuse_the_second(body: dict[str, object]) -> JSONResponse | None:
+    return JSONResponse({}, 400) if "much longer" in str(body) else None
+
+
+def test_a_question_that_is_refused_does_not_refuse_the_others() -> None:
+    """Requests of several threads share a client, which learns from refusals what a server lacks."""
+    with judging(longer, refuse_the_second) as url:
+        judge = Judge(OpenAIClient(url), "judge", PROMPT, None)
+        with pytest.raises(RecipeError, match="refuses a question"):
+            judge.ask("two", "short", "much longer", None)
+        assert verdict_of(judge.ask("one", "long answer", "brief", None)) == "A"
+
+
 def test_a_judge_that_fails_costs_no_judgments() -> None:
     evaluation = command.Evaluation(
         [], command.harness.HarnessOptions(), command.DataSets(Namespace(path="m", against=None))
@@ -209,10 +222,7 @@ def test_a_judge_that_fails_costs_no_judgments() -> None:
         "base": [GeneratedAnswer(pair.base_answer, "stop") for pair in PAIRS],
     }
 
-    def refuse(body: dict[str, object]) -> JSONResponse | None:
-        return JSONResponse({}, 400) if "much longer" in str(body) else None
-
-    with judging(longer, refuse) as url, pytest.raises(RecipeError, match="refuses a question"):
+    with judging(longer, refuse_the_second) as url, pytest.raises(RecipeError, match="refuses a question"):
         evaluation.judge(Judge(OpenAIClient(url), "judge", PROMPT, None), "q.json")
     assert [(one.answer, one.outcome) for one in evaluation.judgments] == [
         ("long answer", "win"),

@@ -315,15 +315,19 @@ class OpenAIClient:
         return self._ask("/completion", body).get("stop_type") == "eos"
 
     def _first_of(self, ways: Mapping[str, Callable[[], T]]) -> T:
-        """Result of the first way that the server has; a way that it lacks is not tried again."""
+        """Result of the first way that the server has. What it lacks is not tried again, once another way has worked."""
+        refused = {name: self._lacking[name] for name in ways if name in self._lacking}
         for name, way in ways.items():
-            if name in self._lacking:
+            if name in refused:
                 continue
             try:
-                return way()
+                result = way()
             except Lacking as error:
-                self._lacking[name] = str(error)
-        raise Lacking("; ".join(f"{name}: {self._lacking[name]}" for name in ways))
+                refused[name] = str(error)
+                continue
+            self._lacking |= refused  # where all fail, it may be for this request, and others may be under way
+            return result
+        raise Lacking("; ".join(f"{name}: {refused[name]}" for name in ways))
 
     def _echo(self, model: str, ids: Sequence[int]) -> Json:
         body = {"model": model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
