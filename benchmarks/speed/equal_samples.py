@@ -26,10 +26,10 @@ BATCHES = {"cuda": [(1, 1024), (1, 4096), (4, 4096), (8, 512), (16, 128)], "cpu"
 
 def attend(way: str, qkv: list[Tensor], lengths: list[int]) -> Tensor:
     """Results of one of the two ways, ``(1, T, heads, head_dim)``."""
+    q, k, v = qkv
     if way == "boundaries":
-        q, k, v = qkv
         return attend_to_segments(q, k, v, lengths, Variant())
-    return packed_attention(nn.Identity(), *qkv, None, segment_lengths=lengths)[0]
+    return packed_attention(nn.Identity(), q, k, v, None, segment_lengths=lengths)[0]
 
 
 def milliseconds(way: str, lengths: list[int], device: str) -> float:

@@ -315,7 +315,7 @@ class OpenAIClient:
         return self._ask("/completion", body).get("stop_type") == "eos"
 
     def _first_of(self, ways: Mapping[str, Callable[[], T]]) -> T:
-        """Result of the first way that the server has. What it lacks is not tried again, once another way has worked."""
+        """Result of the first way that the server has; once one has worked, those that it lacks are not tried again."""
         refused = {name: self._lacking[name] for name in ways if name in self._lacking}
         for name, way in ways.items():
             if name in refused:
