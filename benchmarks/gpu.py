@@ -248,6 +248,8 @@ class Benchmark:
         everyone.append(best._replace(key="trl_rows", name=name, options=options_of_rows))
         keys = [*measurement.keys, *measurement.more] if options.all else measurement.keys
         keys = options.only.split(",") if options.only else keys
+        if unknown := sorted({*keys} - {one.key for one in everyone}):
+            sys.exit(f"--only {unknown}: there are {', '.join(one.key for one in everyone)}")
         return [one for key in keys for one in everyone if one.key == key]
 
     def _files(self) -> tuple[Path, Path, list[tuple[int, int]]]:

@@ -26,7 +26,7 @@ from benchmarks.speed.step_profile import pass_over, saved_storages
 from benchmarks.workload import MAX_LENGTH, SHAPES, prepare
 from lit_ft import CausalLM
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.tuning.fused_lora import fused_classes
+from lit_ft.tuning.lora.fused_lora import fused_classes
 
 WAYS = {"PEFT": False, "fused_lora": True}
 """Whether ``model.fused_lora`` computes, by the name of the way."""

@@ -35,7 +35,7 @@ from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.parallel.mesh import MeshSizes
 from lit_ft.strategies.sharded import ShardedStrategy
 from lit_ft.training.causal_lm import CausalLM
-from lit_ft.tuning import expert_lora
+from lit_ft.tuning.lora import expert_lora
 
 GIB = 2**30
 _Strategy = TypeVar("_Strategy", bound=ShardedStrategy)

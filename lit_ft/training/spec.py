@@ -27,7 +27,8 @@ from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.float32 import products, tensors
 from lit_ft.training.loss import cuda_graphs, router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
-from lit_ft.tuning import compatibility, fused_lora, lora_init, untrained_ends
+from lit_ft.tuning import compatibility, lora_init, untrained_ends
+from lit_ft.tuning.lora import fused_lora
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.targets import identity_experts
@@ -182,8 +183,7 @@ class TrainingSpec:
         if self.neftune_alpha is not None:
             forward.add_embedding_noise(self.neftune_alpha)
         if self.fused_lora:
-            keeps_products = self.gradient_checkpointing == "selective"
-            fused_lora.fuse(model, keeps_products, shares_inputs=not (self.compile and self.gradient_checkpointing))
+            fused_lora.fuse(model, self.gradient_checkpointing, is_compiled=bool(self.compile))
         if self.compile:
             layers = loading.decoder_layers(forward.base)
             compiled_layers.compile_layers(layers, self.compile, self.gradient_checkpointing)

@@ -57,6 +57,19 @@ def test_a_measurement_on_a_tiny_shape(
     assert checkpointed[9] == nf4[9]
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--only", "lit_ft,lit"], r"--only \['lit'\]: there are lit_ft, lit_ft_compiled"),
+        (["--micro-batch-size", "3"], "--micro-batch-size 3: nf4 has 4 samples a step"),
+    ],
+)
+def test_options_that_name_nothing_are_refused(option: list[str], said: str, tmp_path: Path) -> None:
+    options = ["--shape", "tiny", "--device", "cpu", "--measure", "nf4", "--data", DATA, "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit, match=said):
+        gpu.main([*options, *option])
+
+
 @pytest.mark.slow
 def test_what_there_is_no_time_for_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--device", "cpu", "--measure", "7b", "--data", DATA, "--folder", str(tmp_path)]

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.packed_batch import PackedBatch, as_packed_batch
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lit_ft.tuning.expert_lora import FusedExperts, bytes_of_sums, wrapped_parameters
+from lit_ft.tuning.lora.expert_lora import FusedExperts, bytes_of_sums, wrapped_parameters
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3")
 

@@ -24,7 +24,7 @@ from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import checkpointing
 from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lit_ft.tuning.fused_lora import Fused, FusedLinear, fuse
+from lit_ft.tuning.lora.fused_lora import Fused, FusedLinear, fuse
 
 IN_EVERY_CASE = pytest.mark.skipif(not EVERY_CASE, reason="25 s of a C++ compiler; LIT_FT_EVERY_CASE=1 runs it")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -158,7 +158,7 @@ def test_selective_checkpointing_recomputes_no_large_product() -> None:
     model, x = lora_net(torch.bfloat16), inputs(torch.bfloat16)
     wanted = numbers(fused(model), x)
     x = x.requires_grad_()
-    out = checkpoint(fused(model, keeps_products=True), x, **checkpointing.options("selective"))
+    out = checkpoint(fused(model, checkpointing="selective"), x, **checkpointing.options("selective"))
     with Products() as backward:
         out.double().square().sum().backward()
     assert backward.calls["aten.addmm.default"] == 0  # sums with the base's products are in the cache

@@ -22,7 +22,7 @@ from lit_ft.internals.transformers import mark_expert_parallel
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.parameter_patterns import layers_by_wildcard
 from lit_ft.strategies.parallel.tensor_plan import must_divide
-from lit_ft.tuning.expert_lora import holder, obstacle, use_own_experts
+from lit_ft.tuning.lora.expert_lora import holder, obstacle, use_own_experts
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Outputs of a layer's experts, from hidden states, indices of each token's experts, and weights of their outputs."""

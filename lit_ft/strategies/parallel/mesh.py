@@ -24,7 +24,8 @@ from lit_ft.model.quantization import is_quantized
 from lit_ft.protocols import SplitsForward
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan
 from lit_ft.training.spec import TrainingSpec, spec_of
-from lit_ft.tuning import compatibility, expert_lora
+from lit_ft.tuning import compatibility
+from lit_ft.tuning.lora import expert_lora
 
 Size = int | Literal["auto"]
 """Number of ranks along a dimension of the mesh; auto is what the other dimensions leave."""

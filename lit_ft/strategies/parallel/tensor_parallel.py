@@ -40,7 +40,7 @@ from lit_ft.strategies.parallel.tensor_plan import (
     is_block,
     linears,
 )
-from lit_ft.tuning.expert_lora import holder, use_own_experts
+from lit_ft.tuning.lora.expert_lora import holder, use_own_experts
 
 _SEQUENCE = Shard(1)
 

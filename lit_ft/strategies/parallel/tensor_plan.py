@@ -15,7 +15,7 @@ from lit_ft.internals.transformers import global_value
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.loading import decoder_layers
 from lit_ft.model.parameter_patterns import layers_by_wildcard
-from lit_ft.tuning import expert_lora
+from lit_ft.tuning.lora import expert_lora
 
 COLUMNS, ROWS = "colwise", "rowwise"
 WHOLE_OUT, WHOLE_IN = "colwise_gather_output", "rowwise_split_input"

@@ -18,7 +18,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import renamed_targets
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.quantization import is_quantized, linear_modules
-from lit_ft.tuning.expert_lora import wrapped_parameters
+from lit_ft.tuning.lora.expert_lora import wrapped_parameters
 from lit_ft.tuning.targets.all_linear import grouped_layers
 
 MIB = 2**20

@@ -2,8 +2,7 @@
 
 PEFT computes ``x W^T + scaling (x A^T) B^T`` operator by operator. Where the adapter is in float32 and the base in
 bfloat16, it casts the inputs of every layer to float32, keeps that copy for the backward pass, and multiplies in
-float32. Here the adapter's matrices are cast, which are small, and both products add up in one buffer. The backward
-pass keeps the inputs as they are and ``x A^T``, which has only the rank's columns.
+float32. Here the adapter's matrices are cast, which are small, in ``LoraProducts``.
 
 Layers with the same input (q, k and v; gate and up) are one function: the input is read once for all their matrices A,
 forward and backward, and their gradients of it add up in one buffer. The first of them computes the outputs of all.
@@ -18,23 +17,24 @@ Legend: T tokens, I inputs and O outputs of a layer, R rank.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft.import_utils import is_bnb_4bit_available
 from peft.tuners import lora
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lit_ft.internals.torch import forward_hooks
-from lit_ft.tuning import expert_lora
+from lit_ft.model.activations.checkpointing import Checkpointing
+from lit_ft.tuning.lora import expert_lora
+from lit_ft.tuning.lora.lora_products import AdaptedLayer, LoraProducts
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that transformers' models call one after another with the same input."""
 
 
-def fuse(model: nn.Module, keeps_products: bool = False, shares_inputs: bool = True) -> None:
+def fuse(model: nn.Module, checkpointing: Checkpointing = False, is_compiled: bool = False) -> None:
     """Let plain LoRA linear layers of a model compute their products in one autograd function, and LoRA on experts too.
 
     Layers with another base layer than ``nn.Linear`` or bitsandbytes' in 4 bits, embeddings and variants of LoRA
@@ -42,10 +42,11 @@ def fuse(model: nn.Module, keeps_products: bool = False, shares_inputs: bool = T
 
     Args:
         model: model with any tuning method, or none; changed in place.
-        keeps_products: whether activation checkpointing keeps the results of matrix products (``selective``).
-        shares_inputs: whether layers with the same input are one function; torch.compile lets nothing in a checkpoint
-            keep outputs for a later call.
+        checkpointing: activation checkpointing of the decoder layers.
+        is_compiled: whether they are compiled. In a compiled checkpoint each linear layer has its own function, for
+            torch lets nothing there keep outputs for a later call.
     """
+    keeps_products = checkpointing == "selective"
     left: Counter[str] = Counter()
     reported: set[str] = set()
     for layer in model.modules():
@@ -64,7 +65,7 @@ def fuse(model: nn.Module, keeps_products: bool = False, shares_inputs: bool = T
             left[reason] += 1
         else:
             outer.__class__ = expert_lora.FusedExperts
-    if shares_inputs:
+    if not (checkpointing and is_compiled):
         _share_inputs(model)
     for reason, count in left.items():
         rank_zero_info(f"model.fused_lora: PEFT computes {count} LoRA layers itself ({reason})")
@@ -209,13 +210,13 @@ class Fused(nn.Module, lora.LoraLayer):
             self.reported.add(reason)
             rank_zero_info(f"model.fused_lora: PEFT computes LoRA layers itself: {reason}")
 
-    def weights(self, adapter: str) -> tuple[Tensor | float | Callable[[Tensor], Tensor] | None, ...]:
-        """What ``_LoraProducts`` takes of a layer."""
+    def weights(self, adapter: str) -> AdaptedLayer:
+        """What ``LoraProducts`` is given of this layer."""
         base, down, up = self.base_layer, self.lora_A[adapter], self.lora_B[adapter]
         scaling, bias = self.scaling[adapter], base.bias
         if up.bias is not None:
             bias = scaling * up.bias + (0 if bias is None else bias)
-        return base.weight, bias, down.weight, up.weight, scaling, self._dequantize()
+        return AdaptedLayer(base.weight, bias, down.weight, up.weight, scaling, self._dequantize())
 
 
 def _is_changed(module: nn.Module) -> bool:
@@ -230,7 +231,7 @@ def _outputs(x: Tensor, layers: Sequence[tuple[Fused, str]]) -> tuple[Tensor, ..
     dropout = first.lora_dropout[adapter]
     dropped = dropout(x) if dropout.training and isinstance(dropout, nn.Dropout) else None
     weights = [part for layer, name in layers for part in layer.weights(name)]
-    outputs: tuple[Tensor, ...] = _LoraProducts.apply(x, dropped, first.keeps_products, *weights)
+    outputs: tuple[Tensor, ...] = LoraProducts.apply(x, dropped, first.keeps_products, *weights)
     return outputs
 
 
@@ -279,137 +280,3 @@ def fused_classes() -> dict[type[lora.LoraLayer], type[Fused]]:
 
         classes[Linear4bit] = FusedLinear4bit
     return classes
-
-
-class _Layer(NamedTuple):
-    """What the function is given of a layer."""
-
-    weight: Tensor
-    bias_O: Tensor | None
-    a_RI: Tensor
-    b_OR: Tensor
-    scaling: float
-    dequantize: Callable[[Tensor], Tensor] | None
-
-
-class _LoraProducts(torch.autograd.Function):
-    """``x W^T + bias + scaling (x A^T) B^T`` of each layer; with dropout, ``dropped`` is the second ``x``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dropped: Tensor | None, keeps_products: bool, *of_layers: Any
-    ) -> tuple[Tensor, ...]:
-        layers = _layers(of_layers)
-        if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)  # the weights of an output that nothing reads have no gradients
-        source = x if dropped is None else dropped
-        inputs = x.shape[-1]
-        x_TI = x.reshape(-1, inputs)
-        a_RI = torch.cat([layer.a_RI for layer in layers]) if len(layers) > 1 else layers[0].a_RI
-        a_RI = a_RI.to(x.dtype)
-        h_TR = source.reshape(-1, inputs) @ a_RI.T
-        ctx.ranks = [len(layer.a_RI) for layer in layers]
-        ctx.scalings, ctx.dequantize = [layer.scaling for layer in layers], [layer.dequantize for layer in layers]
-        weights, scaled, outputs = [], [], []
-        for layer, h in zip(layers, h_TR.split(ctx.ranks, dim=1), strict=True):
-            weight_OI = _dense(layer.weight, layer.dequantize, x.dtype)
-            scaled_b_OR = (layer.b_OR * layer.scaling).to(x.dtype)
-            weights.append(weight_OI if layer.dequantize is None else layer.weight)
-            scaled.append(scaled_b_OR)
-            outputs.append(_sum_of_products(x, x_TI, weight_OI, layer.bias_O, h, scaled_b_OR, keeps_products))
-        ctx.save_for_backward(source, h_TR, a_RI, *weights, *scaled)
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        source, h_TR, a_RI, *weights_and_scaled = ctx.saved_tensors
-        count = len(grads)
-        weights, scaled = weights_and_scaled[:count], weights_and_scaled[count:]
-        for_x, for_dropped = ctx.needs_input_grad[:2]
-        needed = _layers(ctx.needs_input_grad[3:])
-        is_read = [grad is not None for grad in grads]
-        given = (
-            b.new_zeros(len(h_TR), len(b)) if grad is None else grad for grad, b in zip(grads, scaled, strict=True)
-        )
-        grads_TO = [grad.reshape(-1, grad.shape[-1]) for grad in given]
-        products = [grad_TO @ scaled_b_OR for grad_TO, scaled_b_OR in zip(grads_TO, scaled, strict=True)]
-        grad_h_TR = torch.cat(products, dim=1) if count > 1 else products[0]
-        grad_x = grad_dropped = None
-        if for_dropped:
-            grad_dropped = (grad_h_TR @ a_RI).view(source.shape)
-        elif for_x:
-            grad_x = grad_h_TR @ a_RI
-        for grad_TO, weight, dequantize in zip(grads_TO, weights, ctx.dequantize, strict=True):
-            if for_x:
-                weight_OI = _dense(weight, dequantize, source.dtype)
-                grad_x = grad_TO @ weight_OI if grad_x is None else _add_product(grad_x, grad_TO, weight_OI)
-        of_a: Sequence[Tensor | None] = [None] * count
-        if any(layer.a_RI for layer in needed):
-            of_a = _product_in_float32(grad_h_TR.T, source.reshape(-1, source.shape[-1])).split(ctx.ranks)
-        found: list[Tensor | None] = []
-        parts = zip(needed, is_read, grads_TO, of_a, h_TR.split(ctx.ranks, dim=1), ctx.scalings, strict=True)
-        for layer, has_gradient, grad_TO, grad_a, h, scaling in parts:
-            grad_bias = grad_TO.sum(0, dtype=torch.float32) if layer.bias_O else None
-            grad_b = _product_in_float32(grad_TO.T, h) * scaling if layer.b_OR else None
-            of_layer = [None, grad_bias, grad_a if layer.a_RI else None, grad_b, None, None]
-            found += of_layer if has_gradient else [None] * len(of_layer)
-        return None if grad_x is None else grad_x.view(source.shape), grad_dropped, None, *found
-
-
-def _layers(parts: Sequence[Any]) -> list[_Layer]:
-    """What a function is given of each layer, from what it is given of all."""
-    size = len(_Layer._fields)
-    return [_Layer(*parts[start : start + size]) for start in range(0, len(parts), size)]
-
-
-def _dense(weight: Tensor, dequantize: Callable[[Tensor], Tensor] | None, dtype: torch.dtype) -> Tensor:
-    return (weight if dequantize is None else dequantize(weight)).to(dtype)
-
-
-def _sum_of_products(
-    x: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, h_TR: Tensor, b_OR: Tensor, keeps_products: bool
-) -> Tensor:
-    """``x W^T + bias + h B^T``, in the shape of ``x``."""
-    # The small product first: it is rounded to bfloat16 once more, and a rounding of the sum would cost more.
-    # With `out`, selective checkpointing does not keep it, but the sum alone.
-    # Models may change the result in place, which autograd forbids for a view: `out` is none, nor is an unsafe one.
-    out = x.new_empty(*x.shape[:-1], len(weight_OI))
-    out_TO = out.view(-1, len(weight_OI))
-    if bias_O is None:
-        torch.mm(h_TR, b_OR.T, out=out_TO)
-    else:
-        torch.addmm(bias_O.to(x.dtype), h_TR, b_OR.T, out=out_TO)
-    if keeps_products:
-        total_TO = torch.addmm(out_TO, x_TI, weight_OI.T)
-        return torch.ops.aten._unsafe_view.default(total_TO, out.shape)
-    _add_product(out_TO, x_TI, weight_OI.T)
-    return out
-
-
-torch.library.define("lit_ft::add_product", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")
-
-
-@torch.library.impl("lit_ft::add_product", "CompositeExplicitAutograd")
-def _add_in_graph(total: Tensor, a: Tensor, b: Tensor) -> None:
-    total.addmm_(a, b)
-
-
-@torch.library.register_fake("lit_ft::add_product")
-def _(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """The operator in a traced graph: it changes no shape and returns nothing."""
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``total.addmm_(a, b)``; in a graph an operator, for Inductor would copy ``total`` first (torch 2.13)."""
-    if torch.compiler.is_compiling():
-        torch.ops.lit_ft.add_product(total, a, b)
-        return total
-    return total.addmm_(a, b)
-
-
-def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Product of two matrices, a sum over tokens, that is not rounded to float16 or bfloat16."""
-    if a.dtype.itemsize >= torch.float32.itemsize:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
