@@ -343,7 +343,7 @@ def _refusal(full: Tiny, kind: str, sequence_parallel: bool = False) -> str | No
     experts = 2 if kind == "expert" else 1
     sizes = {"data": experts, **({} if kind == "expert" else {kind: 2})}
     mesh = MeshSizes(**{part: sizes.get(part, 1) for part in MeshSizes._fields})
-    dims = ParallelDims(RequestedSizes(*mesh), experts, "1F1B", None, None, None, sequence_parallel)
+    dims = ParallelDims(RequestedSizes(*mesh), experts, sequence_parallel=sequence_parallel)
     try:
         dims.check_model(mesh, full.module, full.model)
     except RecipeError as error:

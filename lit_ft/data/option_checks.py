@@ -1,4 +1,4 @@
-"""Checks of the data module's options by themselves, before any file is read."""
+"""Checks of the data module's options, and of the trainer's shares of the batches."""
 
 import os
 import shlex
@@ -155,3 +155,36 @@ def sources_of(
         replace(one, format=format if one.format == "auto" else one.format, columns=one.columns or columns)
         for one in members
     ]
+
+
+def check_limit(name: str, limit: int | float, batches: int, what: str) -> None:
+    """Refuse a share of less than one batch, with which Lightning would stop once the weights are loaded.
+
+    Args:
+        name: option of the trainer.
+        limit: its value; a float is a share of the batches, an int a number of them.
+        batches: number of batches that there are.
+        what: what they are, for the message.
+
+    Raises:
+        RecipeError: the share is less than one batch.
+    """
+    if isinstance(limit, float) and limit > 0 and int(batches * limit) == 0 < batches:
+        raise RecipeError(
+            f"trainer.{name}={limit} is less than one of the {batches:,} {what}; set at least "
+            f"{-(-1000 // batches) / 1000:g}, or a number of them, e.g. 1"
+        )
+
+
+def check_overfitted_share(split: str, batches: int, share: int | float) -> None:
+    """Refuse an ``overfit_batches`` of no whole batch: Lightning's message asks for limits that it overrides.
+
+    Raises:
+        RecipeError: the share is less than one of the ``batches`` of ``split``.
+    """
+    if isinstance(share, float) and batches and int(batches * share) == 0:
+        raise RecipeError(
+            f"trainer.overfit_batches={share} is less than one of the {batches} micro-batches of {split} data; it is "
+            "a share of those of training, and of those of validation, or a number: set at least "
+            f"{-(-1000 // batches) / 1000:g}, or 1"
+        )

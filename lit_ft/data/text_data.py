@@ -24,9 +24,11 @@ from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.data.option_checks import (
     DEFAULT_SHUFFLE_BUFFER,
     check_exclusive,
+    check_limit,
     check_mixed,
     check_no_weights,
     check_numbers,
+    check_overfitted_share,
     check_streaming,
     check_system,
     sources_of,
@@ -244,6 +246,19 @@ class TextDataModule(LightningDataModule):
             )
         if stage == "fit" and self.trainer is not None:
             self._check_val_interval(self.trainer, replicas)
+        if self.trainer is not None:
+            self._check_limit_of_evaluation(self.trainer, stage)
+
+    def _check_limit_of_evaluation(self, trainer: Trainer, stage: str) -> None:
+        limits = attributes_of(trainer)
+        if stage == "predict":
+            limit, batches = limits.limit_predict_batches, len(self.predict_dataloader())
+            check_limit("limit_predict_batches", limit, batches, "batches of questions")
+        elif stage == "test":
+            check_limit("limit_test_batches", limits.limit_test_batches, len(self.test_dataloader()), "test batches")
+        elif "val" in self.splits and not _overfits(trainer):
+            batches = len(self._evaluation_loader("val"))
+            check_limit("limit_val_batches", limits.limit_val_batches, batches, "validation batches")
 
     def _check_val_interval(self, trainer: Trainer, replicas: int) -> None:
         interval = validation_interval(trainer)
@@ -469,23 +484,9 @@ class TextDataModule(LightningDataModule):
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
         )
         if split in ("train", "val") and _overfits(self.trainer):
-            _check_overfitted_share(split, len(loader), self.trainer.overfit_batches)  # type: ignore[attr-defined]
-        if isinstance(limit, float) and loader.batches == 0 < len(loader):
-            raise RecipeError(
-                f"trainer.limit_train_batches={limit} is less than one of the {len(loader):,} micro-batches of an "
-                f"epoch; set at least {-(-1000 // len(loader)) / 1000:g}, or a number of them, e.g. 1"
-            )
+            check_overfitted_share(split, len(loader), self.trainer.overfit_batches)  # type: ignore[attr-defined]
+        check_limit("limit_train_batches", limit, len(loader), "micro-batches of an epoch")
         return loader
-
-
-def _check_overfitted_share(split: str, batches: int, share: int | float) -> None:
-    """Refuse an ``overfit_batches`` of no whole batch: Lightning's message asks for limits that it overrides."""
-    if isinstance(share, float) and batches and int(batches * share) == 0:
-        raise RecipeError(
-            f"trainer.overfit_batches={share} is less than one of the {batches} micro-batches of {split} data; it is "
-            "a share of those of training, and of those of validation, or a number: set at least "
-            f"{-(-1000 // batches) / 1000:g}, or 1"
-        )
 
 
 def _steps_within(limit: int | float, trainer: Trainer) -> int:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import wraps
@@ -64,6 +65,8 @@ def _check_numbers(trainer: Namespace) -> None:
         value = trainer.get(name)
         if isinstance(value, int | float) and not value >= least:
             raise RecipeError(f"trainer.{name}={value} must be {least} or more")
+    if (norm := trainer.get("gradient_clip_val")) == math.inf:
+        raise RecipeError(f"trainer.gradient_clip_val={norm} clips nothing; leave it out (train/grad_norm is logged)")
     for least_name, most_name in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
         least, most = trainer.get(least_name), trainer.get(most_name)
         if least is not None and most not in (None, -1) and least > most:
@@ -83,6 +86,12 @@ def _check_numbers(trainer: Namespace) -> None:
         )
     if (folder := trainer.get("default_root_dir")) is not None:
         raise RecipeError(f"trainer.default_root_dir={folder}: a run's files are in run_dir; write run_dir: {folder}")
+    if (registry := trainer.get("model_registry")) is not None:
+        raise RecipeError(
+            f"trainer.model_registry={registry} is for Lightning's default ModelCheckpoint and for checkpoints of "
+            "litmodels, and a run here has neither; leave it out, or list litmodels' checkpoint callback in "
+            "trainer.callbacks"
+        )
     if trainer.get("barebones"):
         raise RecipeError(
             "trainer.barebones=true is for measuring Lightning's own time: it logs and saves nothing; leave it out"

@@ -14,7 +14,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.other_trainers import CLASSES
 from lit_ft.recipe.value_errors import shortened
@@ -173,6 +176,23 @@ def warn_of_no_validation(options: Namespace) -> None:
         if options.limit_val_batches == 0:
             why = f"trainer.limit_val_batches={options.limit_val_batches} leaves no validation"
         rank_zero_warn(f"{', '.join(given)} without an effect: {why}")
+
+
+def warn_of_vain_options(options: Namespace, model: nn.Module, data: object) -> None:
+    """Warn of options for layers that the model has not, and for samplers that ``TextDataModule`` does not take.
+
+    Args:
+        options: options of ``trainer`` in a recipe.
+        model: the model, which may be on the meta device.
+        data: the data module.
+    """
+    if options.sync_batchnorm and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        rank_zero_warn("trainer.sync_batchnorm=true has no effect: the model has no batch normalization; leave it out")
+    if not options.use_distributed_sampler and isinstance(data, TextDataModule):
+        rank_zero_warn(
+            "trainer.use_distributed_sampler=false has no effect: lit_ft.TextDataModule itself gives each rank its "
+            "share of the rows; leave it out"
+        )
 
 
 def quiet_trainer(**options: Any) -> Trainer:

@@ -119,7 +119,14 @@ class ModelParallelStrategy(ShardedStrategy):
             pipeline_parallel_size, data_parallel_size, context_parallel_size, tensor_parallel_size
         )
         self.placement = ParallelDims(
-            requested, expert_parallel_size, schedule, num_microbatches, layers_per_stage, tp_plan, sequence_parallel
+            requested,
+            expert_parallel_size,
+            schedule,
+            num_microbatches,
+            layers_per_stage,
+            tp_plan,
+            sequence_parallel,
+            loss_parallel,
         )
         self.expert_parallel_size, self.schedule, self.tp_plan = expert_parallel_size, schedule, tp_plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel

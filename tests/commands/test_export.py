@@ -605,7 +605,7 @@ def test_the_lines_of_an_adapters_card_read_what_was_trained(
         lines = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
         names: dict[str, Any] = {}
         exec(lines.replace("THIS FOLDER", str(folder)), names)
-        torch.testing.assert_close(logits(names["model"]), logits(merged), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits(names["model"]), logits(merged), atol=1e-4, rtol=1e-4)
 
 
 def test_added_tokens_by_a_recipe(lit_ft: Any, fit: Any, tmp_path: Path) -> None:

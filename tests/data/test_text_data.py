@@ -344,6 +344,21 @@ def test_a_share_of_less_than_one_micro_batch(
         trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), micro_batch_size=2))
 
 
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_share_of_less_than_one_batch_is_refused_before_weights_are_loaded(
+    make_trainer: Any, model_folder: str, write_rows: Any, stage: str
+) -> None:
+    limit = {"fit": "limit_val_batches", "validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
+    trainer = make_trainer(max_steps=1, **{limit: 0.01})
+    rows = write_rows()
+    module = CausalLM(model_folder)
+    data = TextDataModule(rows, val_path=rows, test_path=rows, micro_batch_size=2, micro_batch_tokens=64)
+    run = {"fit": trainer.fit, "validate": trainer.validate, "test": trainer.test, "predict": trainer.predict}[stage]
+    with pytest.raises(RecipeError, match=rf"trainer.{limit}=0.01 is less than one of the \d+ .*; set at least 0\.\d+"):
+        run(module, data)
+    assert module.model is None
+
+
 def test_a_source_of_one_row_cannot_be_split(write_rows: Any) -> None:
     path = write_rows(count=1)
     with pytest.raises(RecipeError, match=r"of 1 different rows of .* add rows, or set data.val_path in its place"):

@@ -13,10 +13,12 @@ from command_line import recipe, run
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lit_callbacks.export import merging
+from torch import nn
 
 from lit_ft import cli
 from lit_ft.cli import main
-from lit_ft.recipe.trainer_checks import warn_of_no_validation
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.recipe.trainer_checks import warn_of_no_validation, warn_of_vain_options
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +158,14 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {val_check_interval: 0}",
         "trainer.val_check_interval=0 must be above 0; for no validation set trainer.limit_val_batches=0",
     ),
+    "a norm that clips nothing": (
+        "trainer: {gradient_clip_val: .inf}",
+        "trainer.gradient_clip_val=inf clips nothing; leave it out",
+    ),
+    "a registry without its callback": (
+        "trainer: {model_registry: mine}",
+        "trainer.model_registry=mine is for Lightning's default ModelCheckpoint and",
+    ),
     "another folder": (
         "trainer: {default_root_dir: out}",
         "trainer.default_root_dir=out: a run's files are in run_dir; write run_dir: out",
@@ -291,6 +301,20 @@ def test_options_of_validations_that_there_are_not(options: dict[str, Any], mess
         if message is None:
             warnings.simplefilter("error")
         warn_of_no_validation(Namespace(**{**defaults, **options}))
+
+
+@pytest.mark.parametrize("option", ["sync_batchnorm", "use_distributed_sampler"])
+def test_options_of_the_trainer_without_an_effect(write_rows: Any, option: str) -> None:
+    options = Namespace(sync_batchnorm=False, use_distributed_sampler=True)
+    data = TextDataModule(write_rows())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_vain_options(options, nn.Linear(2, 2), data)
+        warn_of_vain_options(Namespace(sync_batchnorm=True, use_distributed_sampler=True), nn.BatchNorm1d(2), data)
+        warn_of_vain_options(Namespace(sync_batchnorm=False, use_distributed_sampler=False), nn.Linear(2, 2), None)
+    options[option] = not options[option]
+    with pytest.warns(UserWarning, match=f"trainer.{option}=(true|false) has no effect: "):
+        warn_of_vain_options(options, nn.Linear(2, 2), data)
 
 
 def test_a_recipe_that_is_no_text(capsys: Any, tmp_path: Path) -> None:

@@ -934,12 +934,15 @@ def test_experts_that_cannot_be_dealt_out(capsys: Any, tmp_path: Path, write_row
 
 
 def test_options_of_what_there_is_not_say_so() -> None:
-    sizes = ParallelDims(RequestedSizes(1, "auto", 1, 1), 1, "1F1B", 4, None, None, True)
+    options = {"schedule": "GPipe", "num_microbatches": 4, "sequence_parallel": True, "loss_parallel": False}
+    sizes = ParallelDims(RequestedSizes(1, "auto", 1, 1), 1, **options)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="has no effect") as said:
         sizes.check_batches(sizes.sizes(nodes=1, devices=2), 16, torch.nn.Module())
     assert [str(one.message).partition(";")[0] for one in said] == [
+        "trainer.strategy schedule=GPipe has no effect with pipeline_parallel_size=1",
         "trainer.strategy num_microbatches=4 has no effect with pipeline_parallel_size=1",
         "trainer.strategy sequence_parallel=True has no effect with tensor_parallel_size=1",
+        "trainer.strategy loss_parallel=False has no effect with tensor_parallel_size=1",
     ]
 
 

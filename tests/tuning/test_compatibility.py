@@ -47,7 +47,7 @@ def base(folder: str) -> PreTrainedModel:
 def on_mesh(**sizes: int) -> Callable[[str, str], None]:
     def check(folder: str, method: str) -> None:
         mesh = MeshSizes(**{"pipeline": 1, "data": 1, "context": 1, "tensor": 1, **sizes})
-        dims = ParallelDims(mesh, 1, "1F1B", None, None, None)
+        dims = ParallelDims(mesh, 1)
         dims.check_model(mesh, module(folder, method), skeleton(folder, method))
 
     return check

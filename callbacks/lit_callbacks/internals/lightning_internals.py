@@ -20,6 +20,8 @@ class TrainerAttributes(Protocol):
     callbacks: list[Callback]
     datamodule: LightningDataModule | None
     limit_predict_batches: int | float
+    limit_test_batches: int | float
+    limit_val_batches: int | float
     log_every_n_steps: int
     profiler: Profiler
 

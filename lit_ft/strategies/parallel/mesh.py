@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from inspect import signature
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -49,17 +49,25 @@ class MeshSizes(NamedTuple):
     tensor: int
 
 
+_DIMENSION_OF = {
+    **dict.fromkeys(("schedule", "num_microbatches", "layers_per_stage"), "pipeline"),
+    **dict.fromkeys(("tp_plan", "sequence_parallel", "loss_parallel"), "tensor"),
+}
+"""Dimension of the mesh that an option is for."""
+
+
 @dataclass(frozen=True)
 class ParallelDims:
     """Parallel layout that a recipe requests; the fields are the arguments of ``ModelParallelStrategy``."""
 
     requested: RequestedSizes
     expert_parallel_size: int
-    schedule: str
-    num_microbatches: int | None
-    layers_per_stage: Sequence[int] | None
-    tp_plan: Mapping[str, str] | None
+    schedule: str = "1F1B"
+    num_microbatches: int | None = None
+    layers_per_stage: Sequence[int] | None = None
+    tp_plan: Mapping[str, str] | None = None
     sequence_parallel: bool = False
+    loss_parallel: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule not in pipeline_parallel.SCHEDULES:
@@ -99,11 +107,9 @@ class ParallelDims:
 
     def _say_what_is_vain(self, sizes: MeshSizes) -> None:
         """Say which options are given for a pipeline or for tensor parallelism that these sizes do not have."""
-        given = {name: getattr(self, name) for name in ("num_microbatches", "layers_per_stage", "tp_plan")}
-        given["sequence_parallel"] = self.sequence_parallel
-        for name, value in given.items():
-            kind = "pipeline" if name in ("num_microbatches", "layers_per_stage") else "tensor"
-            if value and getattr(sizes, kind) == 1:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, kind in _DIMENSION_OF.items():
+            if (value := getattr(self, name)) != defaults[name] and getattr(sizes, kind) == 1:
                 rank_zero_warn(
                     f"trainer.strategy {name}={value} has no effect with {kind}_parallel_size=1; leave it out, or "
                     "raise that size"
