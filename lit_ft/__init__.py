@@ -1,8 +1,8 @@
 """Fine-tune Hugging Face causal language models with Lightning.
 
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
-mixture, ``ExactMatch`` a callback that compares answers, ``InitialAdamState`` one that starts AdamW with the moments of
-a Megatron training, ``RecipeError`` the error that a user can correct. LoRA::
+mixture, ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers, ``InitialAdamState`` one
+that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a user can correct. LoRA::
 
     from lightning.pytorch import Trainer
     from peft import LoraConfig
@@ -26,17 +26,19 @@ if TYPE_CHECKING:
     from lit_ft.data.text.sources import Source
     from lit_ft.data.text_data import TextDataModule
     from lit_ft.errors import RecipeError
+    from lit_ft.training.answer_scores.exact_match import ExactMatch
+    from lit_ft.training.answer_scores.rouge_and_bleu import AnswerScores
     from lit_ft.training.causal_lm import CausalLM
-    from lit_ft.training.exact_match import ExactMatch
     from lit_ft.training.optimizers.initial_state import InitialAdamState
 
 # Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
 __version__ = "0.1.0"
-__all__ = ["CausalLM", "ExactMatch", "InitialAdamState", "RecipeError", "Source", "TextDataModule"]
+__all__ = ["AnswerScores", "CausalLM", "ExactMatch", "InitialAdamState", "RecipeError", "Source", "TextDataModule"]
 
 _HOME = {
+    "AnswerScores": "lit_ft.training.answer_scores.rouge_and_bleu",
     "CausalLM": "lit_ft.training.causal_lm",
-    "ExactMatch": "lit_ft.training.exact_match",
+    "ExactMatch": "lit_ft.training.answer_scores.exact_match",
     "InitialAdamState": "lit_ft.training.optimizers.initial_state",
     "RecipeError": "lit_ft.errors",
     "Source": "lit_ft.data.text.sources",

@@ -15,7 +15,7 @@ NEW_NAMES = {
     "lit_ft.bottleneck": "lit_ft.tuning.bottleneck",
     "lit_ft.causal_lm": "lit_ft.training.causal_lm",
     "lit_ft.data.sources": "lit_ft.data.text.sources",
-    "lit_ft.evaluation": "lit_ft.training.exact_match",
+    "lit_ft.evaluation": "lit_ft.training.answer_scores.exact_match",
     "lit_ft.galore": "lit_ft.training.optimizers.galore",
     "lit_ft.losses": "lit_ft.training.loss.token_cross_entropy",
     "lit_ft.metrics": "lit_ft.training.metrics",
@@ -23,6 +23,7 @@ NEW_NAMES = {
     "lit_ft.precision": "lit_ft.training.precision",
     "lit_ft.reporting": "lit_ft.training.console",
     "lit_ft.schedule_free": "lit_ft.training.optimizers.schedule_free",
+    "lit_ft.training.exact_match": "lit_ft.training.answer_scores.exact_match",
     "lit_ft.schedules": "lit_ft.training.optimizers.schedules",
 }
 

@@ -24,12 +24,12 @@ from lit_ft.sweeps.results import Goal
 from lit_ft.sweeps.search_space import Range, Variation, combinations, described, parse_variations, probes
 from lit_ft.sweeps.sweep_folder import SWEEPS, sweep_folder, write_definition
 from lit_ft.sweeps.trial import Trial
+from lit_ft.training.answer_scores.exact_match import ExactMatch
 from lit_ft.training.causal_lm import CausalLM
-from lit_ft.training.exact_match import ExactMatch
 from lit_ft.training.metrics import metric_names
 
 _LOWER = ("loss", "perplexity", "seconds", "gib")
-_HIGHER = ("accuracy", "exact_match", "per_second", "mfu")
+_HIGHER = ("accuracy", "exact_match", "rouge1", "rouge2", "rougeL", "bleu", "per_second", "mfu")
 """Endings of the names of metrics of which lower, or higher, values are better."""
 
 
@@ -182,7 +182,7 @@ class TrialCLI(RecipeCLI):
             )
         callbacks = self._given_callbacks()
         known = [name for split in ("train", "val")[: 1 + validates] for name in metric_names(split)]
-        known += ["val/exact_match"] * any(isinstance(callback, ExactMatch) for callback in callbacks)
+        known += [f"val/{name}" for one in callbacks if isinstance(one, ExactMatch) for name in one.names]
         # Losses of sources, and what callbacks log, have names of their own (throughput/...).
         is_free = "/loss/" in metric or ("/" in metric and split not in ("train", "val", "test"))
         is_free = is_free or log_own_metrics([self.model, *callbacks])

@@ -293,7 +293,7 @@ OPTIONS = {
     "per_device_train_batch_size": "data.micro_batch_size",
     "pissa_init": "model.peft.init_lora_weights (pissa)",
     "plot_loss": "nothing: every run writes report.html",
-    "predict_with_generate": "the callback lit_ft.ExactMatch, or the command predict",
+    "predict_with_generate": "the callback lit_ft.AnswerScores (ROUGE, BLEU), or the commands predict and evaluate",
     "preprocessing_num_workers": "data.tokenize_workers",
     "pretrained_model_name_or_path": "model.pretrained",
     "pretraining_dataset": "data.path, with data.streaming",

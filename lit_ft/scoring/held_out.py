@@ -1,4 +1,4 @@
-"""Loss and exact match on a data set, computed by the code of ``validate`` and ``ExactMatch``."""
+"""Loss, exact match, ROUGE and BLEU on a data set, by the code of ``validate`` and ``AnswerScores``."""
 
 import math
 from dataclasses import asdict
@@ -14,8 +14,9 @@ from lit_ft.model.isolation import token_mixers
 from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
 from lit_ft.scoring.scores import Score
+from lit_ft.training.answer_scores.exact_match import answer_rows
+from lit_ft.training.answer_scores.rouge_and_bleu import rouge_and_bleu
 from lit_ft.training.causal_lm import CausalLM
-from lit_ft.training.exact_match import answer_rows
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning.spec import TuningSpec
 
@@ -81,7 +82,7 @@ def _data_options_of(path: str) -> tuple[str, dict[str, object]]:
 def held_out_scores(
     opened: OpenedModel, data: TextDataModule, name: str, precision: str | None, max_new_tokens: int, batch_size: int
 ) -> tuple[list[Score], list[dict[str, str]]]:
-    """Loss, token accuracy and exact match on the test data of a data module, and the answers.
+    """Loss, token accuracy, exact match, ROUGE and BLEU on the test data of a data module, and the answers.
 
     Args:
         opened: model, with its adapter or without.
@@ -110,4 +111,6 @@ def held_out_scores(
     error = math.sqrt(share * (1 - share) / (len(answers) - 1)) if len(answers) > 1 else None
     names = ("question", "expected", "answer", "finish_reason")
     rows = [{name: value for name, value in asdict(one).items() if name in names} for one in answers]
-    return [*scores, Score(name, "exact_match", share, error)], rows
+    overlap = rouge_and_bleu([one.answer for one in answers], [one.expected for one in answers])
+    scores += [Score(name, "exact_match", share, error), *(Score(name, *score) for score in overlap.items())]
+    return scores, rows

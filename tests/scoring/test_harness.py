@@ -21,6 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from lit_ft import AnswerScores
 from lit_ft.commands.inference.evaluate import run as evaluate
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.inference.opening import OpenedModel, open_model
@@ -70,9 +71,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Path
         (folder / name).write_text(json.dumps(rows, ensure_ascii=False))
     for name, text in (("continue.yaml", GENERATE), ("choose.yaml", CHOOSE)):
         (folder / name).write_text(text.replace("ROWS", str(folder / "val.json")))
-    exact_match = {"class_path": "lit_ft.ExactMatch", "init_args": {"max_new_tokens": 4}}
+    answers = {"class_path": "lit_ft.AnswerScores", "init_args": {"max_new_tokens": 4}}
     steps = {"max_steps": 4, "val_check_interval": 4}
-    arguments = recipe(folder, model_folder, str(folder / "train.json"), callbacks=[exact_match], **steps)
+    arguments = recipe(folder, model_folder, str(folder / "train.json"), callbacks=[answers], **steps)
     options = ["--run_dir", str(folder / "run"), "--data.val_path", str(folder / "val.json"), "--merge"]
     done = run_forked(*arguments, *options)
     assert done.returncode == 0, done.stderr
@@ -169,11 +170,12 @@ def test_held_out_figures_are_those_of_validation(trained: Path) -> None:
     evaluate(["evaluate", str(trained / "run"), "--data.path", str(trained / "val.json"), "--max_new_tokens", "4"])
     scores = json.loads((trained / "run" / "evaluations" / str(before + 1) / "scores.json").read_text())["rows"]
     tuned = {row[1]: row[3] for row in scores}
-    for name in ("loss", "token_accuracy", "exact_match"):
+    for name in ("loss", "token_accuracy", *AnswerScores.names):
         logged = losses(trained / "run", f"val/{name}")
         assert tuned[name] == pytest.approx(logged[max(logged)], rel=1e-5), name
-    exact = losses(trained / "run", "val/exact_match")
-    assert {row[1]: row[2] for row in scores}["exact_match"] == exact[min(exact)]  # the base, before training
+    for name in AnswerScores.names:
+        logged = losses(trained / "run", f"val/{name}")
+        assert {row[1]: row[2] for row in scores}[name] == logged[min(logged)]  # the base, before training
     answers = (trained / "run" / "evaluations" / str(before + 1) / "answers-base.jsonl").read_text().splitlines()
     assert json.loads(answers[0])["expected"] == ROWS[0]["output"]
 

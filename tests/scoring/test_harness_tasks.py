@@ -186,7 +186,7 @@ def test_raw_text_has_no_exact_match(tmp_path: Path, monkeypatch: pytest.MonkeyP
     evaluate(["evaluate", model_folder, "--data.path", "rows.jsonl", "--no_base", "--out", "scores"])
     table = json.loads(Path("scores/1/scores.json").read_text())
     assert [row[1] for row in table["rows"]] == ["loss", "perplexity", "token_accuracy"]
-    assert "rows.jsonl: no row is a conversation, so there is no exact match" in table["notes"]
+    assert "rows.jsonl: no row is a conversation, so there is no exact match, rouge or bleu" in table["notes"]
 
 
 def test_a_run_without_a_checkpoint(capsys: Any, tmp_path: Path, model_folder: str, task: Path) -> None:

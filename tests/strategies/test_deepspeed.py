@@ -34,7 +34,7 @@ from lit_ft.cli import main
 from lit_ft.errors import NotFinite
 from lit_ft.strategies import DeepSpeedStrategy
 from lit_ft.strategies.zero.config import check_recipe
-from lit_ft.training.exact_match import ExactMatch
+from lit_ft.training.answer_scores.exact_match import ExactMatch
 from lit_ft.training.loss import token_cross_entropy
 
 pytestmark = pytest.mark.xdist_group("DeepSpeed")  # its tests share ranks and fits

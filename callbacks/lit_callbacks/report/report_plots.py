@@ -20,6 +20,7 @@ CHARTS = (
     ("training loss by source", "nats", r"train/loss/.+"),
     ("validation loss by source", "nats", r"val/loss/.+"),
     ("exact match", "share", r".*exact_match"),
+    ("ROUGE and BLEU", "share", r"(.*/)?(rouge[12L]|bleu)"),
     ("accuracy", "share", r".*accuracy"),
     ("learning rate", "", r"(.*/)?(learning_rate|lr([-_].*)?)"),
     ("gradient norm", "", r".*grad(ient)?_norm.*"),

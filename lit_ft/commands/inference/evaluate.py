@@ -30,6 +30,7 @@ from lit_ft.run.predictions import check_prompts
 from lit_ft.run.state import finished_step
 from lit_ft.scoring import harness, harness_tasks, held_out, judging, results
 from lit_ft.scoring.scores import COLUMNS, Cell, Score, compared
+from lit_ft.training.answer_scores.rouge_and_bleu import bleu_tokenizer
 from lit_ft.training.console import show_progress_on_terminals_only
 
 Side = Literal["fine-tuned", "base"]
@@ -100,7 +101,7 @@ def _parser() -> RecipeParser:
     add("--api", choices=("completions", "chat"), help="interface that is asked there; completions by default")
     add("--api_key_file", type=str | None, help=f"file with the key that it asks for; or {API_KEY}")
     add("--api_key", type=str | None, help="the key itself")
-    add("--data.path", type=str | None, help="data set whose loss and exact match are measured")
+    add("--data.path", type=str | None, help="data set whose loss, exact match, ROUGE and BLEU are measured")
     add("--data.format", type=str | None, help="its format, in place of the run's")
     add("--data.columns", type=dict[str, str] | None, help="its columns, in place of the run's")
     add("--data.system", type=str | None, help="system prompt, in place of the run's")
@@ -245,16 +246,20 @@ class Evaluation:
             )
             self.scores[side] += scores
             self._note_cut(side, options, options.data.path, [row["finish_reason"] for row in self.answers[side]])
-            if side == "fine-tuned" and not self.answers[side]:
-                self.notes.append(
-                    f"{Path(options.data.path).name}: no row is a conversation, so there is no exact match"
-                )
+            if side == "fine-tuned":
+                self._note_texts(Path(options.data.path).name, [row["expected"] for row in self.answers[side]])
         if (questions := self.data.questions(path, opened.tokenizer)) is not None:
             check_prompts(questions, opened.tokenizer, opened.base.config, options.max_new_tokens, opened.name)
             replies = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
             self.replies[side] = replies
             self._note_cut(side, options, options.questions, [reply.finish_reason for reply in replies])
             self.questions = self.questions or questions
+
+    def _note_texts(self, name: str, expected: Sequence[str]) -> None:
+        if expected:
+            self.notes.append(f"{name}: bleu is SacreBLEU's with tokenize={bleu_tokenizer(expected)}")
+        else:
+            self.notes.append(f"{name}: no row is a conversation, so there is no exact match, rouge or bleu")
 
     def _note_cut(self, side: Side, options: Namespace, path: str, ends: Sequence[str | None]) -> None:
         if cut := ends.count("length"):

@@ -53,6 +53,9 @@ class ExactMatch(Callback):
     answers before and after training are in ``validation_answers.jsonl`` of the run folder, and the report shows some.
     """
 
+    names: tuple[str, ...] = ("exact_match",)
+    """Names of the scores, after ``val/`` or ``test/``."""
+
     def __init__(self, max_new_tokens: int = 64, batch_size: int = 50, samples: int = 4) -> None:
         """Set the size of answers and batches.
 
@@ -102,10 +105,19 @@ class ExactMatch(Callback):
         score = right / asked
         said = f"; {cut:,} of them cut at max_new_tokens={self.max_new_tokens}" if cut else ""
         rank_zero_info(f"{split}/exact_match {when}: {score:.1%} of {asked} held-out answers{said}")
-        for logger in trainer.loggers:
-            logger.log_metrics({f"{split}/exact_match": score}, step=trainer.global_step)
         rows = predictions.gather([{"row": row, "answer": answer} for row, answer in answers.items()])
-        return [row["answer"] for row in rows]
+        gathered: list[ScoredAnswer] = [row["answer"] for row in rows]
+        further = self.further_scores(gathered) if gathered else {}
+        if further:
+            rank_zero_info(f"{when}: " + ", ".join(f"{split}/{name} {value:.1%}" for name, value in further.items()))
+        scores = {f"{split}/{name}": value for name, value in {"exact_match": score, **further}.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(scores, step=trainer.global_step)
+        return gathered
+
+    def further_scores(self, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
+        """Scores besides exact match, by name; on rank 0, of all answers."""
+        return {}
 
     def _answers(self, trainer: Trainer, module: CausalLM, prompts: list[dict[str, str]]) -> dict[int, ScoredAnswer]:
         """Answers to this data-parallel rank's share of the prompts, by the number of the prompt."""

@@ -1,0 +1,1 @@
+"""Callbacks that score answers to held-out prompts before and after training."""

@@ -1,0 +1,61 @@
+"""ROUGE and BLEU of answers, in any script."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import regex
+from lit_callbacks.report.scored_answers import ScoredAnswer
+from torchmetrics.text import ROUGEScore, SacreBLEUScore
+
+from lit_ft.training.answer_scores.exact_match import ExactMatch
+
+_ROUGE = ("rouge1", "rouge2", "rougeL")
+NAMES = (*_ROUGE, "bleu")
+"""Names of the scores."""
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+"""Scripts that put no spaces between words."""
+_WORD = regex.compile(rf"[{_UNSPACED}]\p{{M}}*|[\p{{L}}\p{{M}}\p{{N}}--[{_UNSPACED}]]+", regex.V1)
+
+
+class AnswerScores(ExactMatch):
+    """Exact match, ROUGE and BLEU of greedy answers to held-out prompts, before and after training.
+
+    Logged as ``val/exact_match``, ``val/rouge1``, ``val/rouge2``, ``val/rougeL`` and ``val/bleu``, all from 0 to 1;
+    ``test`` logs them as ``test/...``. The answers are in ``validation_answers.jsonl`` of the run folder.
+    """
+
+    names = (*ExactMatch.names, *NAMES)
+
+    def further_scores(self, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
+        """ROUGE and BLEU of answers, by ``NAMES``."""
+        return rouge_and_bleu([one.answer for one in answers], [one.expected for one in answers])
+
+
+def rouge_and_bleu(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+    """Scores of answers, from 0 to 1, by ``NAMES``.
+
+    ROUGE (Lin 2004, https://aclanthology.org/W04-1013) is the mean over the answers of the F-measure of what an answer
+    and the expected one have in common: words, pairs of words, the longest common subsequence. On ASCII it is that of
+    the package ``rouge_score`` without stemming. BLEU (Post 2018, arXiv:1804.08771) is that of all answers together,
+    with 1 to 4 words, unsmoothed: 0 where no four words in a row are right.
+
+    Args:
+        answers: texts of the answers; at least one.
+        expected: text that each of them is compared with.
+    """
+    rouge = ROUGEScore(normalizer=str.lower, tokenizer=words, rouge_keys=_ROUGE)
+    rouge.update(answers, expected)
+    bleu = SacreBLEUScore(tokenize=bleu_tokenizer(expected))
+    bleu.update(answers, [[text] for text in expected])
+    means = rouge.compute()
+    return {**{name: float(means[f"{name}_fmeasure"]) for name in _ROUGE}, "bleu": float(bleu.compute())}
+
+
+def words(text: str) -> list[str]:
+    """Words that ROUGE compares: letters and digits in a row; where a script has no spaces, each of its characters."""
+    return _WORD.findall(text)
+
+
+def bleu_tokenizer(texts: Sequence[str]) -> Literal["13a", "zh"]:
+    """SacreBLEU's tokenizer for texts: ``zh`` where one has Chinese characters, which are words, else ``13a``."""
+    return "zh" if any(regex.search(r"\p{Han}", text) for text in texts) else "13a"
