@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from turns import in_turn
 
 from benchmarks.tiny_configs import tiny_config
-from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
+from lit_ft import AnswerScores, CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.internals.torch import SHARDS_INTEGERS
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -389,7 +389,7 @@ def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, 
     module = CausalLM(model_folder, **WAYS[way]["model"], optimizer=sgd, max_new_tokens=6)
     callbacks: list[Callback] = [
         AdapterMerger(Path(folder) / "adapter", Path(folder) / "merged"),
-        ExactMatch(max_new_tokens=6, batch_size=5),
+        AnswerScores(max_new_tokens=6, batch_size=5),
     ]
     if (strategy, way) == ("fsdp", "full"):
         callbacks.insert(0, LambdaCallback(on_train_end=partial(fail_together, folder)))

@@ -5,7 +5,7 @@ from typing import Literal
 
 import regex
 from lit_callbacks.report.scored_answers import ScoredAnswer
-from torchmetrics.text import ROUGEScore, SacreBLEUScore
+from torchmetrics.functional.text import rouge_score, sacre_bleu_score
 
 from lit_ft.training.answer_scores.exact_match import ExactMatch
 
@@ -43,12 +43,10 @@ def rouge_and_bleu(answers: Sequence[str], expected: Sequence[str]) -> dict[str,
         answers: texts of the answers; at least one.
         expected: text that each of them is compared with.
     """
-    rouge = ROUGEScore(normalizer=str.lower, tokenizer=words, rouge_keys=_ROUGE)
-    rouge.update(answers, expected)
-    bleu = SacreBLEUScore(tokenize=bleu_tokenizer(expected))
-    bleu.update(answers, [[text] for text in expected])
-    means = rouge.compute()
-    return {**{name: float(means[f"{name}_fmeasure"]) for name in _ROUGE}, "bleu": float(bleu.compute())}
+    # Functions, since the classes of these metrics would wait for the other ranks.
+    rouge = rouge_score(answers, expected, normalizer=str.lower, tokenizer=words, rouge_keys=_ROUGE)
+    bleu = sacre_bleu_score(answers, [[text] for text in expected], tokenize=bleu_tokenizer(expected))
+    return {**{name: float(rouge[f"{name}_fmeasure"]) for name in _ROUGE}, "bleu": float(bleu)}
 
 
 def words(text: str) -> list[str]:
