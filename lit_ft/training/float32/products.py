@@ -4,8 +4,8 @@ transformers computes them in float32 where a model is loaded in bfloat16. Autoc
 in training, tokens would choose other experts than in the model that is served.
 """
 
-from collections.abc import Set
-from types import MethodType
+from collections.abc import Callable, Set
+from functools import partial
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ def keep(model: nn.Module, in_float32: Set[str]) -> None:
         weights = dict(module.named_parameters(prefix=path))
         is_whole = any(p.ndim > 1 for p in weights.values()) and weights.keys() <= in_float32
         if is_whole or casts_weight_to_float32(module):
-            module.forward = MethodType(_forward, module)  # a copy of the module has one of its own
+            # Around what keeps samples apart. Not a closure, which a copy of the module would share.
+            module.forward = partial(_without_autocast, module, module.forward)
             return
         for name, part in module.named_children():
             keep_within(part, f"{path}.{name}" if path else name)
@@ -40,13 +41,13 @@ def kept_modules(module: nn.Module) -> list[nn.Module]:
     """Modules that compute in float32 under autocast, within one, each with PEFT's wrapper around it."""
     found = []
     for path, part in module.named_modules():
-        if isinstance(forward := part.forward, MethodType) and forward.__func__ is _forward:
+        if isinstance(forward := part.forward, partial) and forward.func is _without_autocast:
             while path.endswith(".base_layer"):  # PEFT wraps a module once for each of its parameters
                 path = path.removesuffix(".base_layer")
             found.append(module.get_submodule(path))
     return found
 
 
-def _forward(module: nn.Module, *args: object, **kwargs: object) -> object:
+def _without_autocast(module: nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
     with torch.autocast(next(module.parameters()).device.type, enabled=False):
-        return type(module).forward(module, *args, **kwargs)
+        return forward(*args, **kwargs)
