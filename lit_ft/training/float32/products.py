@@ -6,6 +6,7 @@ in training, tokens would choose other experts than in the model that is served.
 
 from collections.abc import Callable, Set
 from functools import partial
+from types import MethodType
 
 import torch
 from torch import nn
@@ -28,8 +29,10 @@ def keep(model: nn.Module, in_float32: Set[str]) -> None:
         weights = dict(module.named_parameters(prefix=path))
         is_whole = any(p.ndim > 1 for p in weights.values()) and weights.keys() <= in_float32
         if is_whole or casts_weight_to_float32(module):
-            # Around what keeps samples apart. Not a closure, which a copy of the module would share.
-            module.forward = partial(_without_autocast, module, module.forward)
+            # No closures, which a copy of the module would share. Layers share a graph of torch.compile with a method.
+            own = vars(module).get("forward")  # what keeps samples apart
+            method = MethodType(_forward, module)
+            module.forward = method if own is None else partial(_without_autocast, module, own)
             return
         for name, part in module.named_children():
             keep_within(part, f"{path}.{name}" if path else name)
@@ -41,11 +44,21 @@ def kept_modules(module: nn.Module) -> list[nn.Module]:
     """Modules that compute in float32 under autocast, within one, each with PEFT's wrapper around it."""
     found = []
     for path, part in module.named_modules():
-        if isinstance(forward := part.forward, partial) and forward.func is _without_autocast:
+        if _is_kept(part.forward):
             while path.endswith(".base_layer"):  # PEFT wraps a module once for each of its parameters
                 path = path.removesuffix(".base_layer")
             found.append(module.get_submodule(path))
     return found
+
+
+def _is_kept(forward: Callable[..., object]) -> bool:
+    is_method = isinstance(forward, MethodType) and forward.__func__ is _forward
+    return is_method or (isinstance(forward, partial) and forward.func is _without_autocast)
+
+
+def _forward(module: nn.Module, *args: object, **kwargs: object) -> object:
+    with torch.autocast(next(module.parameters()).device.type, enabled=False):
+        return type(module).forward(module, *args, **kwargs)
 
 
 def _without_autocast(module: nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
