@@ -71,6 +71,23 @@ def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -
         )
 
 
+def check_fractions_of_stream(**options: object) -> None:
+    """Refuse fractions of a stream's epoch, which Lightning would only do once the weights are loaded.
+
+    Args:
+        options: those of the trainer that may be a fraction, as a float, or a number of micro-batches, as an int.
+
+    Raises:
+        RecipeError: one is a fraction below 1.
+    """
+    for name, value in options.items():
+        if isinstance(value, float) and 0 < value < 1:
+            raise RecipeError(
+                f"trainer.{name}={value} is a fraction of an epoch, whose length data.streaming=true does not know; "
+                "give a number of micro-batches, e.g. 100"
+            )
+
+
 def check_system(system: str | None) -> None:
     """Refuse a system prompt that names a file, whose text is meant.
 
