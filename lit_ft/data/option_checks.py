@@ -71,6 +71,23 @@ def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -
         )
 
 
+def check_fractions_of_stream(**options: object) -> None:
+    """Refuse fractions of a stream's epoch, which Lightning would only do once the weights are loaded.
+
+    Args:
+        options: those of the trainer that may be a fraction, as a float, or a number of micro-batches, as an int.
+
+    Raises:
+        RecipeError: one is a fraction below 1.
+    """
+    for name, value in options.items():
+        if isinstance(value, float) and 0 < value < 1:
+            raise RecipeError(
+                f"trainer.{name}={value} is a fraction of an epoch, whose length data.streaming=true does not know; "
+                "give a number of micro-batches, e.g. 100"
+            )
+
+
 def check_system(system: str | None) -> None:
     """Refuse a system prompt that names a file, whose text is meant.
 
@@ -172,7 +189,7 @@ def check_limit(name: str, limit: int | float, batches: int, what: str) -> None:
     if isinstance(limit, float) and limit > 0 and int(batches * limit) == 0 < batches:
         raise RecipeError(
             f"trainer.{name}={limit} is less than one of the {batches:,} {what}; set at least "
-            f"{-(-1000 // batches) / 1000:g}, or a number of them, e.g. 1"
+            f"{_least_share(batches)}, or a number of them, e.g. 1"
         )
 
 
@@ -186,5 +203,10 @@ def check_overfitted_share(split: str, batches: int, share: int | float) -> None
         raise RecipeError(
             f"trainer.overfit_batches={share} is less than one of the {batches} micro-batches of {split} data; it is "
             "a share of those of training, and of those of validation, or a number: set at least "
-            f"{-(-1000 // batches) / 1000:g}, or 1"
+            f"{_least_share(batches)}, or 1"
         )
+
+
+def _least_share(batches: int) -> float:
+    """Smallest share, in thousandths, with a whole batch; 1.0, as a share is written, where there is one batch."""
+    return -(-1000 // batches) / 1000

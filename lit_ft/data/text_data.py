@@ -24,6 +24,7 @@ from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.data.option_checks import (
     DEFAULT_SHUFFLE_BUFFER,
     check_exclusive,
+    check_fractions_of_stream,
     check_limit,
     check_mixed,
     check_no_weights,
@@ -233,6 +234,13 @@ class TextDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Load the data of a stage, unless it is loaded already."""
+        if stage == "fit" and self.streaming and self.trainer is not None:
+            limit = "overfit_batches" if _overfits(self.trainer) else "limit_train_batches"
+            fractions = {
+                limit: self.trainer.limit_train_batches,
+                "val_check_interval": validation_interval(self.trainer),
+            }
+            check_fractions_of_stream(**fractions)
         self.load(tokenizer_of(None if self.trainer is None else self.trainer.lightning_module), stage)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}

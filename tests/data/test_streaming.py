@@ -215,6 +215,18 @@ def test_what_streaming_cannot_do(sources: list[Source], make_trainer: Any, mode
         trainer.fit(CausalLM(model_folder), TextDataModule(sources[0].path, streaming=True))
 
 
+@pytest.mark.parametrize("option", ["limit_train_batches", "overfit_batches", "val_check_interval"])
+def test_fractions_of_an_epoch_of_unknown_length_are_refused_before_weights_load(
+    sources: list[Source], make_trainer: Any, model_folder: str, option: str
+) -> None:
+    module, path = CausalLM(model_folder), sources[0].path
+    with pytest.raises(
+        RecipeError, match=rf"trainer\.{option}=0\.5 is a fraction of an epoch, whose length data\.stream"
+    ):
+        make_trainer(max_steps=1, **{option: 0.5}).fit(module, TextDataModule(path, val_path=path, streaming=True))
+    assert not list(module.parameters())
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_training_that_max_steps_ended_goes_on_with_more_steps(
     sources: list[Source], make_trainer: Any, model_folder: str, tmp_path: Path, streaming: bool

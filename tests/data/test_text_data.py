@@ -14,6 +14,7 @@ from shared_fixtures import make_rows, make_tokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.data.loaders.batching import PackedBatchLoader
+from lit_ft.data.option_checks import check_limit, check_overfitted_share
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.samples import Samples
 
@@ -423,6 +424,14 @@ def test_questions_of_about_one_length_are_asked_together_unless_the_first_ones_
     data.load(make_tokenizer(), "predict")
     data.trainer = Trainer(limit_predict_batches=limit, logger=False, enable_checkpointing=False, accelerator="cpu")
     assert [[question["row"] for question in batch] for batch in data.predict_dataloader()] == asked
+
+
+def test_the_least_share_of_one_batch_is_written_as_a_share() -> None:
+    """As 1 it would be the number of batches."""
+    with pytest.raises(RecipeError, match=r"of the 1 micro-batches of val data; .*: set at least 1\.0, or 1$"):
+        check_overfitted_share("val", 1, 0.7)
+    with pytest.raises(RecipeError, match=r"of the 1 validation batches; set at least 1\.0, or a number of"):
+        check_limit("limit_val_batches", 0.7, 1, "validation batches")
 
 
 @pytest.mark.parametrize(("rows", "options"), [(40, {"val_fraction": 0.1}), (4, {})], ids=["val", "train"])

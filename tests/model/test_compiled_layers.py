@@ -61,6 +61,12 @@ def assert_same(found: Passes, wanted: Passes) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
+def test_values_that_are_narrower_than_keys_compile_where_samples_have_one_length(tmp_path: Path) -> None:
+    """Inductor looks for attention in operators that SDPA becomes without a kernel, and failed on what it found."""
+    folder, rows = save_model("deepseek_v3", tmp_path / "model", layers=1), rows_of(((7, 7, 7), (12, 12)))
+    assert_same(passes(folder, rows, lora=False, compile=True), passes(folder, rows, lora=False))
+
+
 @pytest.mark.parametrize(
     ("lora", "checkpointing", "backend", "chosen", "graphs"),
     [

@@ -1,7 +1,7 @@
 """Order and number of the samples that an epoch draws from each of several sources.
 
 The proportions are exact, not random: the samples of a source are spread evenly over the epoch, so that
-any part of it has the requested ratio to within a sample or two.
+any part of it has the requested ratio to within about a sample for each source.
 """
 
 from collections.abc import Sequence

@@ -236,6 +236,9 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
     is_slow = q.device.type == "cpu" and dtype == torch.bfloat16 and length < CPU_FP32_BELOW
     if is_slow and not torch.is_autocast_enabled("cpu"):  # which would cast them back
         q, k, v = q.float(), k.float(), v.float()
+    width = v.shape[-1]
+    if q.device.type == "cpu" and width < q.shape[-1]:  # the CPU's kernel takes values that are as wide as keys
+        v = pad(v, (0, q.shape[-1] - width))
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.device.type not in ("cpu", "cuda"):  # MPS groups heads from torch 2.13 on only
         k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
@@ -250,7 +253,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
     )
-    return out.to(dtype)
+    return out[..., :width].to(dtype)
 
 
 def attend_to_segments(
