@@ -100,8 +100,7 @@ def weights_in_float32(model: PreTrainedModel) -> set[str]:
     for one in (config, *(getattr(config, name) for name in config.sub_configs)):
         if one is not None:
             one.dtype = dtype
-    # Not from_config, which does the same, and splits weights among ranks under DeepSpeed's stage 3.
-    with torch.device("meta"), local_torch_dtype(dtype, type(model).__name__):
+    with torch.device("meta"), local_torch_dtype(dtype, type(model).__name__), _whole_weights():
         outline = type(model)(config)
     plan = list(outline._get_dtype_plan(dtype))
     pattern = build_glob_alternation(plan)[0]  # of an empty plan it matches everything
@@ -110,6 +109,19 @@ def weights_in_float32(model: PreTrainedModel) -> set[str]:
         for name, weight in outline.named_parameters()
         if weight.dtype == torch.float32 or (plan and pattern.search(name))
     }
+
+
+@contextmanager
+def _whole_weights() -> Iterator[None]:
+    """Context in which transformers builds models whole under DeepSpeed's stage 3 too, those within others included."""
+    from transformers.integrations import deepspeed as integration
+
+    kept = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = kept
 
 
 def casts_weight_to_float32(module: nn.Module) -> bool:

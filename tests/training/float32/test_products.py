@@ -10,6 +10,11 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import (
+    HfDeepSpeedConfig,
+    is_deepspeed_zero3_enabled,
+    unset_hf_deepspeed_config,
+)
 
 from benchmarks.model_comparison import Tiny, samples
 from benchmarks.tiny_configs import tiny_config
@@ -92,3 +97,16 @@ def test_all_wrappers_of_a_router_belong_to_it() -> None:
 
 def test_a_dense_model_has_none() -> None:
     assert kept_modules(Tiny(tiny_config("qwen3")).model) == []
+
+
+def test_a_model_within_another_is_outlined_whole_under_zero_3() -> None:
+    """transformers draws the weights of Fuyu's text model while the model around it is built."""
+    tiny = Tiny(tiny_config("fuyu"))
+    assert isinstance(tiny.model, PreTrainedModel)
+    settings = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    try:
+        assert weights_in_float32(tiny.model) == set()
+        assert is_deepspeed_zero3_enabled()
+    finally:
+        unset_hf_deepspeed_config()
+        del settings
