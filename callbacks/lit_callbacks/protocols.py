@@ -199,6 +199,14 @@ class LogsText(Protocol):
 
 
 @runtime_checkable
+class LogsTextList(Protocol):
+    """A logger that takes a list of texts, e.g. that of SwanLab."""
+
+    def log_text(self, key: str, texts: list[str], step: int | None = None) -> None:
+        """Log texts that belong together."""
+
+
+@runtime_checkable
 class HasExperiment(Protocol):
     """A logger that gives access to the object of the library that it logs to, as most of Lightning's do."""
 

@@ -57,8 +57,9 @@ from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
-from lit_ft.training.loggers import beside_defaults, log_recipe, placed
+from lit_ft.training.loggers import beside_defaults
 from lit_ft.training.optimizers.configure import configure_optimizers
+from lit_ft.training.recipe_loggers import explained_starts, idle, log_recipe, placed
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
 """Exceptions that classes of a recipe raise for bad arguments."""
@@ -214,12 +215,15 @@ class TrainingCLI(LightningCLI):
         self._is_named_by_time = is_named_by_time
         options.run_dir = str(self.run_folder.root)
         self._recipe_logger = options.trainer.logger
-        options.trainer.logger = placed(self.run_folder.root, options.trainer.logger)
         if self.subcommand == "fit" and self.run_folder.root.is_dir() and is_rank_zero():
             lock_run(self.run_folder.root)
             for line in replacement.recover(self.run_folder.checkpoints):
                 rank_zero_info(line)
         options.ckpt_path = chosen.checkpoint(self.run_folder)
+        # Other commands log nothing, and some loggers begin a run as soon as they are built.
+        is_fit = self.subcommand == "fit"
+        root, resumes = self.run_folder.root, options.ckpt_path is not None
+        options.trainer.logger = placed(root, self._recipe_logger, resumes) if is_fit else False
 
     @property
     def recipe_name(self) -> str:
@@ -277,8 +281,7 @@ class TrainingCLI(LightningCLI):
             plugins = [*plugins, AnyCheckpointIO()]
         kwargs["plugins"] = plugins
         if given.logger is not False:
-            is_fit = self.subcommand == "fit"
-            kwargs["logger"] = beside_defaults(given.logger, folder, *self._resumed_step()) if is_fit else False
+            kwargs["logger"] = beside_defaults(given.logger, folder, *self._resumed_step())
         if given.enable_progress_bar is None and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             # No progress bar in a file or pipe; ConsoleSummary writes a line at intervals instead.
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
@@ -372,6 +375,11 @@ class TrainingCLI(LightningCLI):
         checks = FirstChecks(stage, self.options, self.trainer, self.datamodule, self._given_callbacks(), *chosen)
         self.schedule = checks.run(self.model)
 
+    def fit(self, **kwargs: Any) -> None:
+        """Train."""
+        with explained_starts():
+            self.trainer.fit(**kwargs)
+
     def predict(self, **kwargs: Any) -> None:
         """Answer questions, and write the answers to a new file: ``out``, or one in the run folder."""
         # A callback, as ranks may be processes that end with trainer.predict (ddp_fork).
@@ -384,6 +392,15 @@ class RecipeCLI(TrainingCLI):
 
     def before_instantiate_classes(self) -> None:
         """Choose no run folder."""
+
+    def _build(self) -> None:
+        """Build the classes, loggers too, which fails without their packages; they begin no run."""
+        given = self.options.trainer.logger
+        self.options.trainer.logger = idle(given)
+        try:
+            super()._build()
+        finally:
+            self.options.trainer.logger = given
 
     def make_run_folder(self) -> None:
         """Create no run folder."""

@@ -2,21 +2,16 @@
 
 import csv
 import io
-import json
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
 from lightning.pytorch import loggers as lightning_loggers
-from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lit_callbacks.export.manifest import write_durably
@@ -30,9 +25,6 @@ from lit_ft.checkpointing.storage.failures import explain_failed_write
 from lit_ft.errors import RecipeError, explained
 from lit_ft.internals.lightning import rank
 from lit_ft.run.folder import RunFolder
-
-MLFLOW_RUNS = "mlflow_runs.json"
-"""File of a run folder: its run in MLflow, by place, in which a resumed run goes on."""
 
 
 class MetricsCSV(CSVLogger):
@@ -231,133 +223,44 @@ def _flat(options: Mapping[str, object], prefix: str = "") -> dict[str, bool | i
     return flat
 
 
-# --- loggers of the recipe ----------------------------------------------------------------------------
+def beside_defaults(given: object, run: RunFolder, resumed_step: int, unlogged: Set[str] | None) -> list[Logger]:
+    """Loggers of a run: ``metrics.csv``, and TensorBoard unless the recipe has one of its kind; then the recipe's.
 
-
-def placed(folder: Path, logger: object) -> object:
-    """The recipe's ``trainer.logger``, with arguments by which loggers that name no place write into the run folder.
-
-    A copy: another run of the same recipe has places of its own.
-
-    Raises:
-        RecipeError: the package of a logger is not installed, or the logger would log nothing.
-    """
-    loggers = [one.clone() if isinstance(one, Namespace) else one for one in _listed(logger)]
-    _put_files_in(folder, loggers)
-    return loggers if isinstance(logger, list) else loggers[0]
-
-
-def _listed(logger: object) -> list[Any]:
-    return logger if isinstance(logger, list) else [logger]
-
-
-def _put_files_in(folder: Path, loggers: list[Any]) -> None:
-    for one in loggers:
-        if not isinstance(one, Namespace) or not isinstance(arguments := one.get("init_args"), Namespace):
-            continue
-        module, _, name = one.class_path.rpartition(".")
-        cls = getattr(import_module(module), name)
-        parameters = signature(cls).parameters
-        for key in {"save_dir", "root_dir"} & parameters.keys():
-            if arguments.get(key) == parameters[key].default:
-                arguments[key] = str(folder)
-        if issubclass(cls, LitLogger) and find_spec("litlogger") is None:  # it looks for the package when it logs
-            raise RecipeError("trainer.logger: LitLogger needs the package litlogger; pip install litlogger")
-        more: dict[str, object] = {}
-        if issubclass(cls, WandbLogger) and arguments.id is None:
-            # The same run on the server when it is resumed.
-            arguments.id = re.sub(r"[^\w.-]", "-", _name(folder))
-            arguments.name = arguments.name or _name(folder)
-            more = {"resume": "allow"}
-        elif issubclass(cls, MLFlowLogger):
-            _put_mlflow_in(folder, arguments)
-        elif cls.__name__ == "SwanLabLogger":
-            arguments.log_dir = arguments.log_dir or str(folder / "swanlog")
-            arguments.experiment_name = arguments.experiment_name or _name(folder)
-            if arguments.id is None:
-                arguments.id = re.sub(r"[^\w-]", "-", _name(folder))
-                more = {"resume": "allow"}
-        elif issubclass(cls, CometLogger):
-            if arguments.online is False:
-                raise RecipeError(
-                    "trainer.logger: with online: false Lightning's CometLogger logs nothing; leave it out, and set "
-                    "COMET_START_ONLINE=0 in the environment"
-                )
-            more = {"offline_directory": str(folder / "comet")}
-            if os.environ.get("COMET_START_ONLINE", "").lower() in ("0", "false"):
-                (folder / "comet").mkdir(parents=True, exist_ok=True)  # Comet makes no folder within a new one
-        if more:
-            one["dict_kwargs"] = more | (one.get("dict_kwargs") or {})
-
-
-def _put_mlflow_in(folder: Path, arguments: Namespace) -> None:
-    # MLflow would draw a name from Python's generator: the same one for all runs of a seed.
-    arguments.run_name = arguments.run_name or _name(folder)
-    if arguments.tracking_uri is None:
-        arguments.tracking_uri = _own_store(folder)
-        arguments.artifact_location = arguments.artifact_location or str(folder.absolute() / "mlflow")
-    arguments.run_id = arguments.run_id or _mlflow_runs(folder).get(_place(folder, arguments.tracking_uri))
-
-
-def _name(folder: Path) -> str:
-    """Name of a run where others of other recipes are beside it."""
-    return f"{folder.absolute().parent.name}/{folder.name}"
-
-
-def _own_store(folder: Path) -> str:
-    return f"sqlite:///{folder.absolute()}/mlflow.db"  # MLflow 3 refuses plain files
-
-
-def _place(folder: Path, tracking_uri: str) -> str:
-    """Key of a tracking URI in ``MLFLOW_RUNS``, which holds for a folder that was moved."""
-    return "mlflow.db" if tracking_uri == _own_store(folder) else tracking_uri
-
-
-def _mlflow_runs(folder: Path) -> dict[str, str]:
-    """MLflow's runs of a run folder, by ``_place``."""
-    file = folder / MLFLOW_RUNS
-    if not file.is_file():
-        return {}
-    with explained(f"{file}", "remove it, and a resumed run is a further one in MLflow"):
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-
-
-def log_recipe(loggers: Sequence[Logger], recipe: dict[str, Any], folder: Path) -> None:
-    """Log the recipe of a run; note the run in MLflow, in which it goes on when it is resumed.
-
-    MLflow refuses to change parameters, so that a resumed run keeps those of its start.
+    Commands read the file, so a ``CSVLogger`` of the recipe takes its place only where it writes the same one.
 
     Args:
-        loggers: loggers of the run.
-        recipe: its resolved recipe.
-        folder: its folder.
+        given: the recipe's ``trainer.logger``.
+        run: run folder.
+        resumed_step: that of ``MetricsCSV``.
+        unlogged: that of ``MetricsCSV``.
     """
-    for logger in loggers:
-        if not isinstance(logger, MLFlowLogger):
-            logger.log_hyperparams(recipe)
-            continue
-        place, runs = _place(folder, logger.experiment.tracking_uri), _mlflow_runs(folder)
-        if runs.get(place) == logger.run_id:
-            logger.experiment.update_run(logger.run_id, status="RUNNING")
-            rank_zero_info(f"MLflow: goes on in run {logger.run_id}, whose parameters stay those of its start")
-        else:
-            logger.log_hyperparams(recipe)
-            write_durably(folder / MLFLOW_RUNS, json.dumps(runs | {place: logger.run_id}) + "\n")
-
-
-def beside_defaults(given: object, run: RunFolder, resumed_step: int, unlogged: Set[str] | None) -> list[Logger]:
-    """Loggers of a run: ``metrics.csv`` and TensorBoard, each unless the recipe has one of its kind; then the recipe's.
-
-    ``given`` is the recipe's ``trainer.logger``; the other arguments are those of ``MetricsCSV``.
-    """
-    loggers = [one for one in _listed(given) if isinstance(one, Logger)]
+    loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Logger)]
+    if resumed_step > 0:
+        _say_new_versions(loggers)
     defaults: list[Logger] = []
-    if not any(isinstance(one, CSVLogger) for one in loggers):
+    if not any(isinstance(one, CSVLogger) and _is_same(one.log_dir, run.root) for one in loggers):
         defaults.append(MetricsCSV(run, resumed_step, unlogged))
     if not any(isinstance(one, TensorBoardLogger) for one in loggers):
         hides = resumed_step if _has_later_rows(run.root, resumed_step) else None
         defaults.append(StepEvents(run.root, name="tensorboard", version="", purge_step=hides))
     return defaults + loggers
+
+
+def _is_same(folder: str, other: Path) -> bool:
+    return os.path.realpath(folder) == os.path.realpath(other)
+
+
+def _say_new_versions(loggers: list[Logger]) -> None:
+    """Say where loggers of the recipe that number their folders write what a resumed run logs."""
+    for logger in loggers:
+        if not isinstance(logger, CSVLogger | TensorBoardLogger):
+            continue
+        folder = Path(logger.log_dir)
+        if re.fullmatch(r"version_\d+", folder.name) and not folder.exists():
+            rank_zero_info(
+                f"trainer.logger: {type(logger).__name__} writes into {folder} from here on: it begins a folder at "
+                "each resumption, and earlier steps are in those beside it"
+            )
 
 
 def _has_later_rows(folder: Path, resumed_step: int) -> bool:

@@ -226,6 +226,19 @@ def test_answers_in_loggers_with_tables(tmp_path: Path) -> None:
     assert logger.tables[0] == ("samples", ["prompt", "answer"], [["a", "a 0"]], 0)
 
 
+class Texts(Tables):
+    """Takes texts as SwanLab's logger does."""
+
+    def log_text(self, key: str, texts: list[Any], step: int | None = None, **_: Any) -> None:  # type: ignore[override]
+        self.tables.append((key, texts, step))
+
+
+def test_answers_in_loggers_with_lists_of_texts(tmp_path: Path) -> None:
+    logger = Texts(tmp_path)
+    fit(tmp_path, SampleGenerations(["a", "b"]), logger=logger)
+    assert logger.tables[0] == ("samples", ["prompt: a", "answer: a 0", "prompt: b", "answer: b 0"], 0)
+
+
 # --- bad input -------------------------------------------------------------------------------------
 
 
