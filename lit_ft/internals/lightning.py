@@ -1,12 +1,16 @@
 """Private API of Lightning, as read in Lightning 2.6, and attributes of its Trainer that it does not declare."""
 
+import traceback
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
@@ -107,3 +111,13 @@ def note_last_file(callback: ModelCheckpoint, path: Path) -> None:
     callback.last_model_path = str(path)
     if callback.save_last != "link":
         callback._last_checkpoint_saved = str(path)
+
+
+def starting_logger(error: BaseException) -> Logger | None:
+    """Logger whose ``experiment`` Lightning was asking for, before the module's set-up, when an error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for caller, frame in pairwise(frames):
+        logger = frame.f_locals.get("self")
+        if caller.f_code is call._call_setup_hook.__code__ and isinstance(logger, Logger):
+            return logger
+    return None

@@ -237,6 +237,7 @@ def beside_defaults(given: object, run: RunFolder, resumed_step: int, unlogged: 
     loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Logger)]
     if resumed_step > 0:
         _say_new_versions(loggers)
+        _say_what_stays(loggers, run.root / "metrics.csv", resumed_step, unlogged)
     defaults: list[Logger] = []
     if not any(isinstance(one, CSVLogger) and _is_same(one.log_dir, run.root) for one in loggers):
         defaults.append(MetricsCSV(run, resumed_step, unlogged))
@@ -261,6 +262,17 @@ def _say_new_versions(loggers: list[Logger]) -> None:
                 f"trainer.logger: {type(logger).__name__} writes into {folder} from here on: it begins a folder at "
                 "each resumption, and earlier steps are in those beside it"
             )
+
+
+def _say_what_stays(loggers: list[Logger], file: Path, resumed_step: int, unlogged: Set[str] | None) -> None:
+    """Say which loggers keep values of steps that a resumed run logs again; others begin a file, or hide the values."""
+    later = rows_before(resumed_step, unlogged, read_rows(file))[1] if file.is_file() else []
+    others = [type(one).__name__ for one in loggers if not isinstance(one, CSVLogger | TensorBoardLogger)]
+    if others and later:
+        steps = (int(row["step"]) for row in later if str(row.get("step")).isdigit())
+        first = min(steps, default=resumed_step)
+        names = ", ".join(dict.fromkeys(others))
+        rank_zero_info(f"{names}: what was logged from step {first:,} on stays there, beside what is logged again")
 
 
 def _has_later_rows(folder: Path, resumed_step: int) -> bool:

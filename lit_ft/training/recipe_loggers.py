@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
 
 from lit_ft.errors import RecipeError, explained, first_line
+from lit_ft.internals.lightning import starting_logger
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import is_rank_zero
 from lit_ft.training.loggers import LitLogger
@@ -223,11 +222,8 @@ def explained_starts() -> Iterator[None]:
     except RecipeError:
         raise
     except Exception as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        for caller, frame in pairwise(frames):
-            logger = frame.f_locals.get("self")
-            if caller.f_code.co_name == "_call_setup_hook" and isinstance(logger, Logger):
-                name = type(logger).__name__
-                fix = _FIXES.get(name, "see what it needs, or leave it out")
-                raise RecipeError(f"trainer.logger: {name}: {first_line(error)}; {fix}") from error
-        raise
+        if (logger := starting_logger(error)) is None:
+            raise
+        name = type(logger).__name__
+        fix = _FIXES.get(name, "see what it needs, or leave it out")
+        raise RecipeError(f"trainer.logger: {name}: {first_line(error)}; {fix}") from error

@@ -7,6 +7,7 @@ import torch
 import yaml
 from google.protobuf import json_format
 from lightning.pytorch import loggers as lightning_loggers
+from lightning.pytorch.loggers import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -83,6 +84,18 @@ def test_a_resumed_run_says_where_a_logger_begins_a_new_folder(
         f"trainer.logger: CSVLogger writes into {tmp_path}/mine/version_1 from here on: it begins a folder at each "
         "resumption, and earlier steps are in those beside it"
     ]
+
+
+@pytest.mark.parametrize(("rows", "is_said"), [((0, 1, 2), True), ((0, 1), False)])
+def test_a_resumed_run_says_which_loggers_keep_what_is_logged_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: tuple[int, ...], is_said: bool
+) -> None:
+    (tmp_path / "metrics.csv").write_text("step,epoch\n" + "".join(f"{row},0\n" for row in rows))
+    own: list[Logger] = [LitLogger.__new__(LitLogger), lightning_loggers.TensorBoardLogger(tmp_path, version="one")]
+    with caplog.at_level("INFO"):
+        beside_defaults(own, RunFolder(tmp_path), 2, None)
+    said = "LitLogger: what was logged from step 2 on stays there, beside what is logged again"
+    assert caplog.messages == [said] * is_said
 
 
 def test_tensorboard_shows_what_was_measured_at_the_end_of_a_run_that_goes_on(tmp_path: Path) -> None:
