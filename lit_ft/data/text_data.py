@@ -235,12 +235,7 @@ class TextDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Load the data of a stage, unless it is loaded already."""
         if stage == "fit" and self.streaming and self.trainer is not None:
-            limit = "overfit_batches" if _overfits(self.trainer) else "limit_train_batches"
-            fractions = {
-                limit: self.trainer.limit_train_batches,
-                "val_check_interval": validation_interval(self.trainer),
-            }
-            check_fractions_of_stream(**fractions)
+            self._check_fractions(self.trainer)
         self.load(tokenizer_of(None if self.trainer is None else self.trainer.lightning_module), stage)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
@@ -256,6 +251,13 @@ class TextDataModule(LightningDataModule):
             self._check_val_interval(self.trainer, replicas)
         if self.trainer is not None:
             self._check_limit_of_evaluation(self.trainer, stage)
+
+    @staticmethod
+    def _check_fractions(trainer: Trainer) -> None:
+        limit = trainer.limit_train_batches
+        check_fractions_of_stream(**{"overfit_batches" if _overfits(trainer) else "limit_train_batches": limit})
+        if not isinstance(limit, int):  # the length of an epoch
+            check_fractions_of_stream(val_check_interval=validation_interval(trainer))
 
     def _check_limit_of_evaluation(self, trainer: Trainer, stage: str) -> None:
         limits = attributes_of(trainer)
