@@ -27,7 +27,7 @@ from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, log_own_metrics, losses_of_sources
 from lit_ft.recipe.checks import allow_one_loader
-from lit_ft.recipe.trainer_checks import warn_of_no_validation, warn_of_vain_options
+from lit_ft.recipe.trainer_checks import warn_of_no_validation, warn_of_options_without_effect
 from lit_ft.run import predictions
 from lit_ft.run.launching import is_rank_zero
 from lit_ft.run.repeated_lines import without_repetitions
@@ -76,7 +76,7 @@ class FirstChecks:
             strategy.check(self.trainer, model, self.data)
         if isinstance(model, CausalLM):
             skeleton = self._check_model(model)
-            warn_of_vain_options(self.options.trainer, skeleton, self.data)
+            warn_of_options_without_effect(self.options.trainer, skeleton, self.data)
             if self.options.get("merge"):
                 _check_merge(model, skeleton)
             if is_fit:

@@ -261,14 +261,17 @@ class TextDataModule(LightningDataModule):
 
     def _check_limit_of_evaluation(self, trainer: Trainer, stage: str) -> None:
         limits = attributes_of(trainer)
+        name, limit, what = {
+            "predict": ("limit_predict_batches", limits.limit_predict_batches, "batches of questions"),
+            "test": ("limit_test_batches", limits.limit_test_batches, "test batches"),
+        }.get(stage, ("limit_val_batches", limits.limit_val_batches, "validation batches"))
+        is_share = isinstance(limit, float) and 0 < limit < 1
+        if not is_share or (name == "limit_val_batches" and ("val" not in self.splits or _overfits(trainer))):
+            return  # no loader is needed to see that
         if stage == "predict":
-            limit, batches = limits.limit_predict_batches, len(self.predict_dataloader())
-            check_limit("limit_predict_batches", limit, batches, "batches of questions")
-        elif stage == "test":
-            check_limit("limit_test_batches", limits.limit_test_batches, len(self.test_dataloader()), "test batches")
-        elif "val" in self.splits and not _overfits(trainer):
-            batches = len(self._evaluation_loader("val"))
-            check_limit("limit_val_batches", limits.limit_val_batches, batches, "validation batches")
+            check_limit(name, limit, len(self.predict_dataloader()), what)
+        else:
+            check_limit(name, limit, len(self._evaluation_loader("test" if stage == "test" else "val")), what)
 
     def _check_val_interval(self, trainer: Trainer, replicas: int) -> None:
         interval = validation_interval(trainer)

@@ -178,7 +178,7 @@ def warn_of_no_validation(options: Namespace) -> None:
         rank_zero_warn(f"{', '.join(given)} without an effect: {why}")
 
 
-def warn_of_vain_options(options: Namespace, model: nn.Module, data: object) -> None:
+def warn_of_options_without_effect(options: Namespace, model: nn.Module, data: object) -> None:
     """Warn of options for layers that the model has not, and for samplers that ``TextDataModule`` does not take.
 
     Args:

@@ -9,17 +9,15 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.export import restore_run
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.internals.transformers import weights_in_float32
-from lit_ft.model import loading, rotary_embedding
-from lit_ft.model.isolation import token_mixers
+from lit_ft.model import loading
 from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
 from lit_ft.scoring.scores import Score
 from lit_ft.training.answer_scores.exact_match import answer_rows
 from lit_ft.training.answer_scores.rouge_and_bleu import rouge_and_bleu
 from lit_ft.training.causal_lm import CausalLM
-from lit_ft.training.float32 import products
 from lit_ft.training.loss.packed_forward import PackedForward
+from lit_ft.training.spec import prepare_for_packed_batches
 from lit_ft.tuning.spec import TuningSpec
 
 
@@ -29,7 +27,7 @@ class OpenedModule(CausalLM):
     def __init__(self, opened: OpenedModel) -> None:
         super().__init__(opened.pretrained)
         self.opened = opened
-        _prepare_for_packed_batches(opened)
+        _prepare(opened)
         self.model, self._packed = opened.model, PackedForward(opened.model)
 
     @property
@@ -38,15 +36,13 @@ class OpenedModule(CausalLM):
         return self.opened.tokenizer
 
 
-def _prepare_for_packed_batches(opened: OpenedModel) -> None:
+def _prepare(opened: OpenedModel) -> None:
     peft = opened.model.peft_config["default"] if isinstance(opened.model, PeftModel) else None
     requested = "auto" if opened.untrained is None else opened.untrained.attn_implementation
     attention = TuningSpec(peft, "auto", None).attention(requested)
     opened.base.set_attn_implementation(loading.pick_attention(opened.base.config, attention))
     if opened.untrained is None:  # a run's model is prepared already
-        rotary_embedding.keep_samples_apart(opened.base)
-        token_mixers.keep_samples_apart(opened.base)
-        products.keep(opened.base, weights_in_float32(opened.base))
+        prepare_for_packed_batches(opened.base)
 
 
 def data_of(path: str, model: str, data: dict[str, object]) -> TextDataModule:

@@ -165,11 +165,8 @@ class TrainingSpec:
             enable_checkpointing(base, activation_checkpointing.options(self.gradient_checkpointing))
         if self.router_aux_loss is None:
             router_loss.say_what_is_left_out(base)
-        rotary_embedding.keep_samples_apart(base)
-        token_mixers.keep_samples_apart(base)
         identity_experts.give_others_a_gradient(base)
-        products.keep(base, in_float32 := weights_in_float32(base))
-        tensors.keep(base, in_float32)
+        prepare_for_packed_batches(base)
         # Some models draw while they are built, though not where they are built without memory for weights.
         torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
@@ -188,6 +185,14 @@ class TrainingSpec:
             layers = loading.decoder_layers(forward.base)
             compiled_layers.compile_layers(layers, self.compile, self.gradient_checkpointing)
         return forward, start
+
+
+def prepare_for_packed_batches(base: PreTrainedModel) -> None:
+    """Keep the samples of a packed batch apart, and in float32 what transformers keeps in it; changed in place."""
+    rotary_embedding.keep_samples_apart(base)
+    token_mixers.keep_samples_apart(base)
+    products.keep(base, in_float32 := weights_in_float32(base))
+    tensors.keep(base, in_float32)
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from torch import nn
 from lit_ft import cli
 from lit_ft.cli import main
 from lit_ft.data.text_data import TextDataModule
-from lit_ft.recipe.trainer_checks import warn_of_no_validation, warn_of_vain_options
+from lit_ft.recipe.trainer_checks import warn_of_no_validation, warn_of_options_without_effect
 
 pytestmark = pytest.mark.slow
 
@@ -309,12 +309,16 @@ def test_options_of_the_trainer_without_an_effect(write_rows: Any, option: str) 
     data = TextDataModule(write_rows())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_vain_options(options, nn.Linear(2, 2), data)
-        warn_of_vain_options(Namespace(sync_batchnorm=True, use_distributed_sampler=True), nn.BatchNorm1d(2), data)
-        warn_of_vain_options(Namespace(sync_batchnorm=False, use_distributed_sampler=False), nn.Linear(2, 2), None)
+        warn_of_options_without_effect(options, nn.Linear(2, 2), data)
+        warn_of_options_without_effect(
+            Namespace(sync_batchnorm=True, use_distributed_sampler=True), nn.BatchNorm1d(2), data
+        )
+        warn_of_options_without_effect(
+            Namespace(sync_batchnorm=False, use_distributed_sampler=False), nn.Linear(2, 2), None
+        )
     options[option] = not options[option]
     with pytest.warns(UserWarning, match=f"trainer.{option}=(true|false) has no effect: "):
-        warn_of_vain_options(options, nn.Linear(2, 2), data)
+        warn_of_options_without_effect(options, nn.Linear(2, 2), data)
 
 
 def test_a_recipe_that_is_no_text(capsys: Any, tmp_path: Path) -> None:
