@@ -257,6 +257,16 @@ def test_nothing_to_measure_is_refused(
     assert f"trainer.{option}=0 leaves nothing to {command}" in run(capsys, *arguments, f"--trainer.{option}=0", code=2)
 
 
+def test_a_command_that_logs_nothing_builds_no_logger(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    """Some begin a run on a server as soon as they are built; that of MLflow fails without its package."""
+    rows = write_rows([{"instruction": "a lamp", "output": "on"}] * 4)
+    arguments = ["validate", *recipe(tmp_path, model_folder, rows)[1:], "--run_dir", str(tmp_path / "run")]
+    arguments += ["--data.val_path", rows, "--trainer.logger", "lightning.pytorch.loggers.MLFlowLogger"]
+    run(capsys, *arguments)
+
+
 def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe_file = tmp_path / "own.yaml"
     recipe_file.write_text(

@@ -212,3 +212,13 @@ def test_a_logger_that_cannot_begin_is_an_error_before_the_model_is_set_up(
         fit(Unreachable(tmp_path))
     with pytest.raises(ValueError, match="^its own error$"):
         fit(CSVLogger(tmp_path))
+
+
+def test_a_server_of_mlflow_that_may_not_answer_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        placed(tmp_path, parsed("MLFlowLogger"), False)
+        assert not caplog.messages
+        placed(tmp_path, parsed("MLFlowLogger", tracking_uri="http://host:5000"), False)
+    assert caplog.messages[0].startswith(
+        "MLflow: http://host:5000; MLflow tries a server that does not answer for some"
+    )
