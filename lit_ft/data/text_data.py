@@ -261,17 +261,14 @@ class TextDataModule(LightningDataModule):
 
     def _check_limit_of_evaluation(self, trainer: Trainer, stage: str) -> None:
         limits = attributes_of(trainer)
-        name, limit, what = {
-            "predict": ("limit_predict_batches", limits.limit_predict_batches, "batches of questions"),
-            "test": ("limit_test_batches", limits.limit_test_batches, "test batches"),
-        }.get(stage, ("limit_val_batches", limits.limit_val_batches, "validation batches"))
-        is_share = isinstance(limit, float) and 0 < limit < 1
-        if not is_share or (name == "limit_val_batches" and ("val" not in self.splits or _overfits(trainer))):
-            return  # no loader is needed to see that
         if stage == "predict":
-            check_limit(name, limit, len(self.predict_dataloader()), what)
-        else:
-            check_limit(name, limit, len(self._evaluation_loader("test" if stage == "test" else "val")), what)
+            if _is_share(limit := limits.limit_predict_batches):
+                check_limit("limit_predict_batches", limit, len(self.predict_dataloader()), "batches of questions")
+        elif stage == "test":
+            if _is_share(limit := limits.limit_test_batches):
+                check_limit("limit_test_batches", limit, len(self._evaluation_loader("test")), "test batches")
+        elif "val" in self.splits and _is_share(limit := limits.limit_val_batches) and not _overfits(trainer):
+            check_limit("limit_val_batches", limit, len(self._evaluation_loader("val")), "validation batches")
 
     def _check_val_interval(self, trainer: Trainer, replicas: int) -> None:
         interval = validation_interval(trainer)
@@ -517,3 +514,8 @@ def _steps_within(limit: int | float, trainer: Trainer) -> int:
 def _overfits(trainer: Trainer) -> bool:
     """Whether a trainer repeats a few batches: a public attribute that type checkers do not see."""
     return bool(trainer.overfit_batches)  # type: ignore[attr-defined]
+
+
+def _is_share(limit: int | float) -> bool:
+    """Whether a limit leaves out a share of the batches; no loader is needed to see that."""
+    return isinstance(limit, float) and 0 < limit < 1

@@ -306,7 +306,9 @@ def test_more_ranks_than_samples(write_rows: Any) -> None:
     for ranks in (3, 4):
         strategy = DDPStrategy(parallel_devices=[torch.device("cpu")] * ranks)
         module = SimpleNamespace(tokenizer=make_tokenizer())
-        trainer = SimpleNamespace(lightning_module=module, strategy=strategy, val_check_interval=1.0, callbacks=[])
+        trainer = SimpleNamespace(
+            lightning_module=module, strategy=strategy, val_check_interval=1.0, limit_val_batches=1.0, callbacks=[]
+        )
         data.trainer = trainer  # type: ignore[assignment]
         if ranks == 3:
             data.setup("fit")
