@@ -98,15 +98,22 @@ class Tiny:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter)
         self.model.eval()  # routers draw numbers in training
 
-    def reference(self) -> PreTrainedModel | PeftModel:
-        """The same model and weights as transformers and PEFT compute it."""
-        parts_differ = bool(self.config.sub_configs)  # an audio encoder may have no SDPA
-        attention = "sdpa" if "sdpa" in attention_functions(self.config) and not parts_differ else "eager"
-        config = type(self.config).from_dict(self.config.to_dict())
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    def reference(self, model: PreTrainedModel | None = None) -> PreTrainedModel | PeftModel:
+        """The same model and weights as transformers and PEFT compute it.
+
+        Args:
+            model: transformers' model to give these weights, and PEFT's layers where they are trained; None builds one.
+        """
+        if model is None:
+            parts_differ = bool(self.config.sub_configs)  # an audio encoder may have no SDPA
+            attention = "sdpa" if "sdpa" in attention_functions(self.config) and not parts_differ else "eager"
+            config = type(self.config).from_dict(self.config.to_dict())
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         if self.peft is not None:
             # As lit_ft resolves all-linear: it leaves routers out.
-            model = get_peft_model(model, copy.deepcopy(self.model.peft_config["default"]))
+            peft = copy.deepcopy(self.model.peft_config["default"])
+            peft.base_model_name_or_path = model.name_or_path  # PEFT warns of another one
+            model = get_peft_model(model, peft)
         model.load_state_dict(self.model.state_dict())
         return model.eval()
 
@@ -195,7 +202,8 @@ def compare(model_type: str, columns: frozenset[str] = frozenset(HEADINGS)) -> R
         full = Tiny(config)
     except (RecipeError, ValueError) as error:
         return Row(packed=f"{NOT_RUN}: {str(error).split(': ', 2)[-1].split('.')[0]}")
-    reference = one_by_one(full.reference())
+    alone = full.reference()
+    reference = one_by_one(alone)
     base = full.module.base_model
     apart = [mixer for mixer in token_mixers.mixers(base) if not token_mixers.isolates(base, mixer)]
     row.mixing = ", ".join(dict.fromkeys(type(mixer).__name__ for mixer in apart)) or "packed attention"
@@ -203,7 +211,7 @@ def compare(model_type: str, columns: frozenset[str] = frozenset(HEADINGS)) -> R
     if "checkpointing" in columns:
         row.checkpointing = _checkpointing(full, reference)
     if "lora" in columns or "merge" in columns:
-        row.lora, row.merge = _lora(full)
+        row.lora, row.merge = _lora(full, alone)
     if "compile" in columns:
         row.compile = _compiled(full, reference)
     if "generation" in columns:
@@ -232,19 +240,18 @@ def _checkpointing(full: Tiny, reference: Results) -> str:
     return verdict
 
 
-def _lora(full: Tiny) -> tuple[str, str]:
+def _lora(full: Tiny, alone: PreTrainedModel) -> tuple[str, str]:
     peft = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     try:
         tiny = Tiny(full.config, peft)
-        model = tiny.reference()
+        model = tiny.reference(alone)
+        assert isinstance(model, PeftModel)
         reference = one_by_one(model)
     except (RecipeError, AttributeError, RuntimeError) as error:  # PEFT wraps routers and grouped linear layers
         return str(error).split("; ")[0].removeprefix("model.peft: "), NOT_RUN
     verdict = _verdict(_without_rounding(tiny, model, reference))
     targets = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name in reference.gradients if ".lora_A" in name}
-    merged = tiny.reference()
-    assert isinstance(merged, PeftModel)
-    merged = merged.merge_and_unload(safe_merge=True)
+    merged = model.merge_and_unload(safe_merge=True)
     with torch.no_grad():
         logits = [merged(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] for ids in samples()]
     # The product with a sum is rounded in another way than the sum of two products.
