@@ -25,8 +25,6 @@ from lightning.pytorch import seed_everything
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from lit_ft.internals.torch import clear_mesh_caches
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -97,17 +95,11 @@ class SegmentationFault(AssertionError):
 class LiveRanks:
     """Processes that stay alive between the functions that they run, for each number of processes.
 
-    Their start and first calls of operators are paid once. After a failure or a timeout new ones are started.
+    Their start, their process group and first calls of operators, on plain tensors and on those of a mesh, are paid
+    once. They start when they are first needed, and anew after a failure or a timeout.
     """
 
-    def __init__(self, *, keep_process_group: bool = False) -> None:
-        """Processes start when they are first needed.
-
-        Args:
-            keep_process_group: whether functions share a process group. DeepSpeed can use one only, but each mesh
-                adds groups to it, with threads and connections of their own.
-        """
-        self._keep_process_group = keep_process_group
+    def __init__(self) -> None:
         self._groups: dict[int, list[tuple[int, Connection]]] = {}
 
     def __call__(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 150) -> list[Any]:
@@ -126,7 +118,7 @@ class LiveRanks:
         if world not in self._groups:
             self._groups[world] = self._start(world)
         pipes = [pipe for _, pipe in self._groups[world]]
-        task = pickle.dumps((free_port(), function, arguments))
+        task = pickle.dumps((function, arguments))
         for pipe in pipes:
             pipe.send_bytes(task)
         answers, deadline = dict[Connection, tuple[str, Any]](), time.monotonic() + timeout
@@ -154,11 +146,10 @@ class LiveRanks:
             self._end(world)
 
     def _start(self, world: int) -> list[tuple[int, Connection]]:
-        group = []
+        group, port = [], free_port()
         for rank in range(world):
             ours, theirs = Pipe()
-            serve = partial(_serve, theirs, self._keep_process_group)
-            group.append((_fork(rank, world, world, free_port(), serve), ours))
+            group.append((_fork(rank, world, world, port, partial(_serve, theirs)), ours))
             theirs.close()  # a rank that ends shows as the end of its pipe
         return group
 
@@ -172,30 +163,20 @@ class LiveRanks:
         return codes
 
 
-def _serve(pipe: Connection, keep_process_group: bool) -> None:
+def _serve(pipe: Connection) -> None:
     """Run the functions that come through the pipe, each with the same seed and environment."""
     environment = dict(os.environ)
     while True:
-        port, function, arguments = pickle.loads(pipe.recv_bytes())
-        os.environ["MASTER_PORT"] = str(port)
+        function, arguments = pickle.loads(pipe.recv_bytes())
         seed_everything(7, verbose=False)
         try:
             answer = pickle.dumps(("", function(*arguments)))
-            if not keep_process_group:
-                _leave_process_group()
             gc.freeze()  # DeepSpeed lets each collection of the next function visit everything else
         except BaseException:
             answer = pickle.dumps((_traceback(), None))
         os.environ.clear()
         os.environ.update(environment)
         pipe.send_bytes(answer)
-
-
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        clear_mesh_caches()
-        dist.destroy_process_group()
-        gc.collect()  # threads of gloo end with the groups that meshes refer to
 
 
 def _start(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from turns import some_of
 
 from benchmarks import model_comparison, model_table
 from benchmarks.model_comparison import (
@@ -26,19 +25,15 @@ from benchmarks.tiny_configs import tiny_config
 from lit_ft.model.isolation.architectures import COMPARED, REFUSED
 
 NAMES = sorted(COMPARED & set(ARCHITECTURES))
-COLUMNS = frozenset({"lora", "checkpointing"})
-WITH_COLUMNS = frozenset(some_of(NAMES, 5))
-"""Architectures of which the further columns are compared too."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packed_batch_equals_its_samples(name: str) -> None:
-    row = compare(name, COLUMNS if name in WITH_COLUMNS else frozenset())
+    row = compare(name, frozenset({"lora", "merge", "checkpointing"}))
     assert row.packed == YES
-    if name in WITH_COLUMNS:
-        assert row.lora.startswith(YES)
-        assert row.merge == YES
-        assert row.checkpointing in (YES, "transformers does not support it")
+    assert row.lora.startswith(YES)
+    assert row.merge == YES
+    assert row.checkpointing in (YES, "transformers does not support it")
 
 
 def test_every_architecture_is_compared_or_refused_with_a_reason() -> None:

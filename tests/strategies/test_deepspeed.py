@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -161,13 +161,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Call
         return str(folder)
 
     return folder_of
-
-
-@pytest.fixture(scope="module")
-def live_ranks() -> Iterator[LiveRanks]:
-    ranks = LiveRanks(keep_process_group=True)
-    yield ranks
-    ranks.end()
 
 
 @pytest.fixture(scope="module")

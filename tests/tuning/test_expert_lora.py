@@ -1,7 +1,7 @@
 """LoRA on fused experts computes what PEFT computes, under every strategy, and its merge loses no expert."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,6 @@ def fit(make_trainer: Any, folder: str, data: str, strategy: str | None, **optio
 
 
 @pytest.fixture(scope="module")
-def deepspeed_ranks() -> Iterator[LiveRanks]:
-    ranks = LiveRanks(keep_process_group=True)
-    yield ranks
-    ranks.end()
-
-
-@pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model("mixtral", tmp_path_factory.mktemp("models") / "mixtral")
 
@@ -90,19 +83,17 @@ def test_strategies_compute_what_one_process_computes(
     make_trainer: Any,
     write_rows: Any,
     live_ranks: LiveRanks,
-    deepspeed_ranks: LiveRanks,
     mixtral: str,
     kept: dict[str, Any],
     strategy: str,
 ) -> None:
-    ranks = deepspeed_ranks if strategy.startswith("zero") else live_ranks
     data = write_rows(make_rows(22))
     if "one" not in kept:
         kept["one"] = fit(make_trainer, mixtral, data, None)
         kept["merged"] = load_whole(Path(data).parent / "None" / "merged")
     wanted, weights = kept["one"]
     assert sum("experts" in name for name in weights) == 16  # A and B of two tensors in each of four layers
-    for steps, found in ranks(STRATEGIES[strategy][0], fit, make_trainer, mixtral, data, strategy):
+    for steps, found in live_ranks(STRATEGIES[strategy][0], fit, make_trainer, mixtral, data, strategy):
         is_whole = found.keys() == weights.keys()  # a pipeline's stages send theirs to rank 0
         assert_same(steps, found if is_whole else weights, wanted, weights, 1e-5, strategy)
     if strategy in MERGED:
