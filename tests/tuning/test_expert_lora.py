@@ -180,6 +180,18 @@ def test_in_bfloat16_rounding_is_less_than_peft_s(folder_of: Callable[[str], str
     assert (beside - exact).norm() < (added - exact).norm()
 
 
+def test_without_its_adapter_a_part_of_the_experts_computes_what_the_base_does(folder_of: Callable[[str], str]) -> None:
+    module = module_of(folder_of("mixtral"))
+    experts = next(part for part in module.modules() if isinstance(part, FusedExperts))
+    inputs = torch.randn(64, 48), torch.arange(128).view(64, 2) % 4, torch.full((64, 2), 0.5)
+    assert module.model is not None
+    with torch.no_grad():
+        base = experts.get_base_layer()(*inputs)
+        assert (experts.outputs(*inputs) - base).abs().max() > 1e-3
+        with module.model.disable_adapter():
+            torch.testing.assert_close(experts.outputs(*inputs), base)
+
+
 def test_no_copy_of_the_experts_is_kept_for_the_backward_pass(folder_of: Callable[[str], str]) -> None:
     together, _ = packed([9, 17, 5])
 

@@ -75,7 +75,7 @@ class FusedExperts(ParamWrapper):
             weights: router weights of their outputs, ``(tokens, k)``.
         """
         experts: GroupedExperts = self.get_base_layer()
-        adapted = {layer.parameter_name: layer for layer in wrapped_parameters(self)}
+        adapted = {} if self.disable_adapters else {layer.parameter_name: layer for layer in wrapped_parameters(self)}
         of_expert, order = index.flatten().sort(stable=True)
         counts = torch.zeros(experts.num_experts, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, of_expert, torch.ones_like(of_expert, dtype=torch.int32))  # bincount would wait for CUDA
