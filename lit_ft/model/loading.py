@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.base_files import BaseFiles
@@ -34,6 +34,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.errors import LIBRARY_ERRORS, NoSuchModel, RecipeError, explained, first_line
+from lit_ft.internals.hub import remedy, use_the_cache_without_a_network
 from lit_ft.internals.transformers import (
     attention_functions,
     declare_decoder,
@@ -138,7 +139,9 @@ def _check_folder(pretrained: str) -> None:
             f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}), and no hub id is spelled like that "
             f"({first_line(error)}); name a model folder or a hub id"
         ) from error
-    if not is_cached:
+    if is_cached:
+        use_the_cache_without_a_network()
+    else:
         _check_hub(pretrained)
 
 
@@ -172,15 +175,15 @@ def _check_hub(pretrained: str) -> None:
 
 def _unreachable(pretrained: str, error: Exception) -> RecipeError:
     near = _near_folder(Path(pretrained)) if "/" in pretrained else None
-    download = (
-        f"where there is a network, download it with `hf download {pretrained} --local-dir "
-        f"models/{pretrained.split('/')[-1]}` and name that folder, or try the embedded model: "
-        "python -m lit_ft fit --config recipes/quickstart.yaml"
+    advice = remedy(pretrained, error) or (
+        f"name a mirror of {constants.ENDPOINT} with HF_ENDPOINT; or download it where there is a network with `hf "
+        f"download {pretrained} --local-dir models/{pretrained.split('/')[-1]}` and name that folder; or try the "
+        "embedded model: python -m lit_ft fit --config recipes/quickstart.yaml"
     )
     return NoSuchModel(
         f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}) and cannot be had from the hub "
         f"({first_line(error)})",
-        download if near is None else f"did you mean {near!r}?",
+        advice if near is None else f"did you mean {near!r}?",
     )
 
 

@@ -21,13 +21,13 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Optional
 
-from huggingface_hub import HfApi, is_offline_mode
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.printable import printable
 
 from lit_ft.data.text.json_list import LONGEST_ROW_BYTES, ROW_DECODER, TO_UTF_8, items_of_list
 from lit_ft.data.text.json_object import refuse_one_object
 from lit_ft.errors import BadRow, RecipeError, explained
+from lit_ft.internals.hub import remedy, use_the_cache_without_a_network
 from lit_ft.model.files.git_pointer import refuse_pointer
 
 if TYPE_CHECKING:
@@ -226,16 +226,16 @@ class Source:
                 raise RecipeError(f"{self.path}: has no split {self.split!r}; its splits are {', '.join(data)}")
             return data[self.split]
         try:
-            # One request first: where the hub does not answer, `datasets` would retry for half a minute.
-            if not is_offline_mode():
-                HfApi().dataset_info(self.path, timeout=10)
+            use_the_cache_without_a_network()
             return datasets.load_dataset(self.path, self.subset, split=self.split, streaming=streaming)
         except Exception as error:  # from a failed name resolution to a wrong name: it cannot be loaded
             why = str(error).strip().split("\n")[0].rstrip(".:")[:160]
             raise RecipeError(
                 f"{self.path!r} is no file or folder here (in {os.getcwd()}), and cannot be had from the hub ({why}); "
-                "fix the path, or the name, split or subset of the data set (HF_HUB_OFFLINE=1 takes one that was "
-                "downloaded before)"
+                + (
+                    remedy(f"datasets/{self.path}", error)
+                    or "fix the path, or the name, split or subset of the data set"
+                )
             ) from error
 
     def content(self) -> list[Path]:
@@ -341,9 +341,11 @@ def _check_saved(folder: Path) -> None:
 def _arrow_rows(path: str, rows: "Dataset | IterableDataset") -> Iterator[tuple[str, RawRow | BadRow]]:
     from datasets import Dataset
 
-    # Without decode(False), columns of images, audio and video would open or download any path that a row names.
     with explained(f"{path}: cannot be read", "fix or remove it"):
-        numbered = enumerate((rows.to_iterable_dataset() if isinstance(rows, Dataset) else rows).decode(False), 1)
+        rows = rows.to_iterable_dataset() if isinstance(rows, Dataset) else rows
+        # Without decode(False), columns of images, audio and video would open or download any path that a row names.
+        # JSON, CSV and text read over the network have no declared columns, and nothing is decoded.
+        numbered = enumerate(rows.decode(False) if rows.features else rows, 1)
     while True:
         with explained(f"{path}: cannot be read", "fix or remove it"):
             numbered_row = next(numbered, None)
