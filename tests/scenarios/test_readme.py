@@ -128,7 +128,7 @@ def help_of_all_commands() -> str:
     return help_text() + "".join(run_forked(name, "--help", env=ENVIRONMENT).stdout for name in COMMANDS)
 
 
-FOREIGN = {"--local-dir": "hf"}
+FOREIGN = {"--local-dir": "hf", "--local_dir": "modelscope"}
 """Options of other programs."""
 
 
