@@ -17,6 +17,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError, base_may_have_moved, explained, option_called
+from lit_ft.internals.hub import download_first
 from lit_ft.model import embeddings, loading
 from lit_ft.model.files import size_check
 from lit_ft.model.files.fingerprint import FILE, check_same_base, read_fingerprint, read_form
@@ -81,6 +82,7 @@ class Adapter:
         raise RecipeError(
             f"adapter={text!r}: neither {str(named)!r} nor {str(named / 'adapter')!r} holds an adapter_config.json; "
             "name an adapter's folder or a run's, with =WEIGHT behind it where there are several"
+            f"{download_first(str(named))}"
         )
 
     @property

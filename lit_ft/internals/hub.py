@@ -1,9 +1,11 @@
-"""The Hugging Face hub's libraries without a network, and what helps where the hub has no such repository.
+"""The Hugging Face hub's libraries without a network, and what helps where a name is not found.
 
 The libraries have an environment variable for the first, but no function.
 """
 
+import re
 from functools import cache
+from pathlib import Path
 
 from datasets import config
 from huggingface_hub import constants, get_session
@@ -37,6 +39,13 @@ def _obstacle(endpoint: str) -> str | None:
     except Exception as error:  # of the HTTP library, from DNS to a proxy: none of them is an answer
         return type(error).__name__
     return None
+
+
+def download_first(name: str) -> str:
+    """End of an error's advice for an adapter that is no folder, and may be one of the hub; nothing for other names."""
+    if Path(name).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
+        return ""
+    return f"; one of the hub is downloaded first: hf download {name} --local-dir {name.split('/')[1]}"
 
 
 def remedy(repository: str, error: Exception) -> str | None:

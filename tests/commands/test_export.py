@@ -626,6 +626,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "two runs": (["RUN", "--run", "RUN"], "both name a run; leave one out"),
     "run and base": (["RUN", "--base", "b"], "run and base both name a base model"),
     "no adapter there": (["--adapter", "nowhere=0.5", "--out", "o"], "neither 'nowhere' nor 'nowhere/adapter' holds"),
+    "an adapter of the hub": (
+        ["--adapter", "some/one=0.5", "--out", "o"],
+        "first: hf download some/one",
+    ),
     "no checkpoint of an adapter": (
         ["--run", "RUN", "--adapter", "RUN", "--ckpt_path", "best", "--out", "o"],
         "ckpt_path='best' chooses a checkpoint of a run, and --adapter names what is exported in place of one",

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_ft.errors import RecipeError, explained
+from lit_ft.internals.hub import download_first
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base, read_fingerprint
 from lit_ft.model.files.size_check import shapes_of
 from lit_ft.tuning import lora_init
@@ -23,7 +24,10 @@ def config_of(folder: Path) -> PeftConfig:
     """
     for name in (_CONFIG, _WEIGHTS):
         if not (folder / name).is_file():
-            raise RecipeError(f"model.adapter={str(folder)!r} holds no {name}; name the folder of an adapter of PEFT")
+            raise RecipeError(
+                f"model.adapter={str(folder)!r} holds no {name}; name the folder of an adapter of PEFT"
+                f"{download_first(str(folder))}"
+            )
     with explained(f"model.adapter: {folder / _CONFIG}", "put back the file"):
         config = PeftConfig.from_pretrained(str(folder))
     kind = getattr(config.peft_type, "value", config.peft_type)

@@ -109,6 +109,7 @@ def test_what_cannot_be_trained_further(model_folder: str, tmp_path: Path) -> No
     theirs = Path(written_by_peft(model_folder, tmp_path / "theirs"))
     refused(theirs, "has a config of its own; set model.peft to null", peft=peft.LoraConfig())
     refused(tmp_path / "none", "holds no adapter_config.json; name the folder of an adapter of PEFT")
+    refused(Path("some/one"), "; one of the hub is downloaded first: hf download some/one --local-dir one")
     pissa = written_by_peft(model_folder, tmp_path / "pissa", init_lora_weights="pissa")
     refused(pissa, "on a base that its method changes")
     config = json.loads((theirs / "adapter_config.json").read_text())
