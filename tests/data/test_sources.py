@@ -203,6 +203,19 @@ def test_saved_data_sets(tmp_path: Path) -> None:
         read(tmp_path / "two", split="val")
 
 
+def test_saved_objects_of_unequal_keys_are_objects_and_media_are_left_as_they_are(tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Image, Json, List, Value
+
+    features = Features({"turns": List(Json()), "picture": Image(), "text": Value("string")})
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+    ]
+    row = {"turns": turns, "picture": {"path": None, "bytes": b"no image"}, "text": "b"}
+    Dataset.from_list([row], features=features).save_to_disk(tmp_path / "one")
+    assert read(tmp_path / "one") == [("one, row 1", {**row, "picture": {"bytes": b"no image"}})]
+
+
 def test_options_that_choose_nothing_are_refused(write: Any, tmp_path: Path) -> None:
     import datasets
 

@@ -229,7 +229,7 @@ class Source:
             use_the_cache_without_a_network()
             return datasets.load_dataset(self.path, self.subset, split=self.split, streaming=streaming)
         except Exception as error:  # from a failed name resolution to a wrong name: it cannot be loaded
-            why = str(error).strip().split("\n")[0].rstrip(".:")[:160]
+            why = " ".join(str(error).split("\n")[:2]).strip().rstrip(".:")[:200]  # the second line lists the subsets
             raise RecipeError(
                 f"{self.path!r} is no file or folder here (in {os.getcwd()}), and cannot be had from the hub ({why}); "
                 + (
@@ -343,15 +343,36 @@ def _arrow_rows(path: str, rows: "Dataset | IterableDataset") -> Iterator[tuple[
 
     with explained(f"{path}: cannot be read", "fix or remove it"):
         rows = rows.to_iterable_dataset() if isinstance(rows, Dataset) else rows
-        # Without decode(False), columns of images, audio and video would open or download any path that a row names.
-        # JSON, CSV and text read over the network have no declared columns, and nothing is decoded.
-        numbered = enumerate(rows.decode(False) if rows.features else rows, 1)
+        # CSV, text and most JSON read over the network have no declared columns, and nothing is decoded.
+        numbered = enumerate(_without_media(rows) if rows.features else rows, 1)
     while True:
         with explained(f"{path}: cannot be read", "fix or remove it"):
             numbered_row = next(numbered, None)
         if numbered_row is None:
             return
         yield f"{path}, row {numbered_row[0]}", _without_padding(numbered_row[1])
+
+
+def _without_media(rows: "IterableDataset") -> "IterableDataset":
+    """The rows with images, audio and video left as they are, whose decoding opens or downloads paths that rows name.
+
+    ``datasets`` decodes all columns or none; those of JSON, whose objects have unequal keys, would stay text.
+    """
+    from datasets import Features
+
+    undecoded = rows.decode(False)
+    return undecoded.cast(Features.from_dict(_with_decoded_json(undecoded.features.to_dict())))
+
+
+def _with_decoded_json(entry: Any) -> Any:
+    """Columns as ``Features.to_dict`` has them, with JSON decoded."""
+    if isinstance(entry, list):
+        return [_with_decoded_json(item) for item in entry]
+    if not isinstance(entry, dict):
+        return entry
+    if entry.get("_type") == "Json":
+        return {**entry, "decode": True}
+    return {key: _with_decoded_json(value) for key, value in entry.items()}
 
 
 def _without_padding(row: RawRow) -> RawRow:
