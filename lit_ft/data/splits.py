@@ -12,7 +12,7 @@ from lit_ft import process
 from lit_ft.data.questions import questions_of
 from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.data.text.formats import Chat
-from lit_ft.data.text.rendering import expected_answer, prompt_of
+from lit_ft.data.text.rendering import expected_answer, prompt_of, through_last_supervised_answer
 from lit_ft.data.text.sources import Source, shared_content
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, held_out_samples, join
@@ -166,7 +166,7 @@ class DataSplits(UserDict[str, Samples]):
         return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:
-        """Prompt, question and expected answer of each conversation of a split, read once: files may change later."""
+        """Prompt, question and expected answer, the last supervised one, of each conversation of a split; read once."""
         if split not in self._prompts:
             self._prompts[split] = self._read_prompts(split)
         return self._prompts[split]
@@ -180,11 +180,14 @@ class DataSplits(UserDict[str, Samples]):
             tokenization = self.preparation.tokenization(prepared.source)
             for row_number, (_, row) in enumerate(prepared.source.rows()):
                 example = tokenization.example(row) if row_number in rows else None
-                if isinstance(example, Chat):
-                    template = tokenization.template_of(example)
-                    prompt, question = prompt_of(example, template)
-                    expected = expected_answer(example, template)
-                    prompts.append({"prompt": prompt, "question": question["content"], "expected": expected})
+                if not isinstance(example, Chat):
+                    continue
+                if (chat := through_last_supervised_answer(example, tokenization.supervise)) is None:
+                    continue
+                template = tokenization.template_of(chat)
+                prompt, question = prompt_of(chat, template)
+                expected = expected_answer(chat, template)
+                prompts.append({"prompt": prompt, "question": question["content"], "expected": expected})
         return prompts
 
     def texts(self, ids: Sequence[str]) -> dict[str, str]:

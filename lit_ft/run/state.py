@@ -1,6 +1,7 @@
 """State of a run: its finished marker, its session number, and exports that a killed run has not written."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -79,8 +80,14 @@ class RunState(Callback):
         self._unlogged = checkpoint.get(UNLOGGED)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics that the earlier process may not have logged, at the step of the checkpoint."""
+        """Log the metrics that the earlier process may not have logged, and say how much of ``max_time`` is left."""
         self._log_what_was_not(trainer)
+        left = [seconds for timer in _timers(trainer) if (seconds := timer.time_remaining()) is not None]
+        if trainer.global_step and left:
+            rank_zero_info(
+                f"{timedelta(seconds=int(min(left)))} is left of trainer.max_time, or of the duration of a Timer, "
+                "which counts earlier time of the run too"
+            )
 
     def _log_what_was_not(self, trainer: Trainer) -> None:
         metrics, self._unlogged = self._unlogged, None
@@ -147,8 +154,11 @@ class RunState(Callback):
 
 
 def _time_is_over(trainer: Trainer) -> bool:
-    timers = (one for one in attributes_of(trainer).callbacks if isinstance(one, Timer))
-    return any((one.time_remaining() or 1.0) < 0 for one in timers)
+    return any((one.time_remaining() or 1.0) < 0 for one in _timers(trainer))
+
+
+def _timers(trainer: Trainer) -> list[Timer]:
+    return [one for one in attributes_of(trainer).callbacks if isinstance(one, Timer)]
 
 
 def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:

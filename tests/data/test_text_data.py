@@ -123,6 +123,22 @@ def test_prompts_are_those_of_the_rows_that_stayed(write_rows: Any) -> None:
     assert prompts[0]["prompt"].endswith(f"{prompts[0]['question']}<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize(("supervise", "wanted"), [("assistant", ["red", "blue"]), ("all", ["green", "blue"])])
+def test_the_last_answer_that_is_supervised_is_asked_and_expected(
+    write_rows: Any, supervise: Any, wanted: list[str]
+) -> None:
+    first = [{"role": "user", "content": "the cup"}, {"role": "assistant", "content": "red"}]
+    second = [{"role": "user", "content": "the book"}, {"role": "assistant", "content": "green", "train": False}]
+    third = [{"role": "user", "content": "the chair"}, {"role": "assistant", "content": "blue"}]
+    path = write_rows([{"messages": first + second}, {"messages": first + second + third}], name="val.json")
+    data = load(write_rows, make_rows(3), val_path=path, supervise=supervise)
+    prompts = data.splits.prompts("val")
+    assert [prompt["expected"] for prompt in prompts] == wanted
+    asked = ["the cup" if supervise == "assistant" else "the book", "the chair"]
+    assert [prompt["question"] for prompt in prompts] == asked
+    assert all(p["prompt"].endswith(f"{p['question']}<|im_end|>\n<|im_start|>assistant\n") for p in prompts)
+
+
 def test_sources_of_several_formats(tmp_path: Path, write_rows: Any) -> None:
     (tmp_path / "text.txt").write_text("the red cup\n\nthe book is blue\n")
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "red"}]}]

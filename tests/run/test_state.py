@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -162,6 +163,20 @@ def test_time_that_is_used_up_is_no_last_step(
     trainer.fit(CausalLM(model_folder), TextDataModule(data))
     assert finished_step(state.marker) == 2
     assert not ended_by_time(state.marker)
+
+
+def test_a_resumed_run_says_how_much_time_it_has_left(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    data, saved = write_rows(), tmp_path / "saved.ckpt"
+    for steps_in_all, resumed in ((1, None), (2, saved)):
+        assert "is left of trainer.max_time" not in caplog.text  # a run that starts has all of it
+        state = RunState(tmp_path / "finished.json", tmp_path)
+        trainer = make_trainer(max_steps=steps_in_all, max_time={"hours": 9}, callbacks=[state])
+        trainer.fit(CausalLM(model_folder), TextDataModule(data), ckpt_path=resumed)
+        trainer.save_checkpoint(saved)
+    assert re.search(r"\b8:59:\d\d is left of trainer.max_time", caplog.text)
 
 
 def test_a_run_that_ended_by_time_goes_on_with_more_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

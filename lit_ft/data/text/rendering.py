@@ -209,6 +209,12 @@ def supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
     return sorted(i for i in turns if chat.marks.get(i, True))
 
 
+def through_last_supervised_answer(chat: Chat, supervise: Supervise) -> Chat | None:
+    """Conversation up to the last answer that is supervised, with it; None where no answer is."""
+    answers = [i for i in supervised_turns(chat, supervise) if _is_answer(chat, i)]
+    return replace(chat, messages=chat.messages[: answers[-1] + 1]) if answers else None
+
+
 def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: list[str]) -> tuple[str, str]:
     """Split the text up to a turn into the unsupervised text before it, if possible the prompt of inference, and it."""
     if through.startswith(before):
