@@ -85,7 +85,7 @@ class RunState(Callback):
         left = [seconds for timer in _timers(trainer) if (seconds := timer.time_remaining()) is not None]
         if trainer.global_step and left:
             rank_zero_info(
-                f"{timedelta(seconds=int(min(left)))} is left of trainer.max_time, or of the duration of a Timer, "
+                f"{timedelta(seconds=max(0, int(min(left))))} is left of trainer.max_time, or of the duration of a Timer, "
                 "which counts earlier time of the run too"
             )
 
