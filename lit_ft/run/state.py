@@ -84,9 +84,9 @@ class RunState(Callback):
         self._log_what_was_not(trainer)
         left = [seconds for timer in _timers(trainer) if (seconds := timer.time_remaining()) is not None]
         if trainer.global_step and left:
+            time = timedelta(seconds=max(0, int(min(left))))
             rank_zero_info(
-                f"{timedelta(seconds=max(0, int(min(left))))} is left of trainer.max_time, or of the duration of a Timer, "
-                "which counts earlier time of the run too"
+                f"{time} is left of trainer.max_time, or of the duration of a Timer, which counts earlier time of the run too"
             )
 
     def _log_what_was_not(self, trainer: Trainer) -> None:
