@@ -86,7 +86,7 @@ class RunState(Callback):
         if trainer.global_step and left:
             time = timedelta(seconds=max(0, int(min(left))))
             rank_zero_info(
-                f"{time} is left of trainer.max_time, or of the duration of a Timer, which counts earlier time of the run too"
+                f"{time} is left of trainer.max_time, or of a Timer's duration, which counts earlier time of the run too"
             )
 
     def _log_what_was_not(self, trainer: Trainer) -> None:
