@@ -85,9 +85,7 @@ class RunState(Callback):
         left = [seconds for timer in _timers(trainer) if (seconds := timer.time_remaining()) is not None]
         if trainer.global_step and left:
             time = timedelta(seconds=max(0, int(min(left))))
-            rank_zero_info(
-                f"{time} is left of trainer.max_time, or of a Timer's duration, which counts earlier time of the run too"
-            )
+            rank_zero_info(f"{time} is left of trainer.max_time, which counts earlier time of the run too")
 
     def _log_what_was_not(self, trainer: Trainer) -> None:
         metrics, self._unlogged = self._unlogged, None
