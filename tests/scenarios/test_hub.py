@@ -1,5 +1,6 @@
 """Models and data sets of a hub, as users name them: downloaded, from the cache without a network, and missing."""
 
+import csv
 import json
 import os
 import shutil
@@ -16,20 +17,13 @@ from shared_fixtures import make_rows
 from lit_ft.internals.hub import remedy
 
 NO_HUB = "http://127.0.0.1:9"
+RUNS = "first", "second"
 
 
 def fit(endpoint: str, folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     """A run of one step in a new process: address and cache of the hub are read at its start."""
-    command = [
-        sys.executable,
-        "-m",
-        "lit_ft",
-        "fit",
-        "--model.pretrained",
-        "someone/nano",
-        "--data.path",
-        "someone/rows",
-    ]
+    command = [sys.executable, "-m", "lit_ft", "fit"]
+    command += ["--model.pretrained", "someone/nano", "--data.path", "someone/rows"]
     command += ["--trainer.max_steps", "1", "--trainer.callbacks", "[]", "--merge", "false", "--run_dir", name]
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0"}
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=150)
@@ -43,20 +37,18 @@ def test_a_run_downloads_model_and_rows_and_needs_no_hub_for_the_next(model_fold
     for split, count in (("train", 12), ("test", 3)):
         (rows / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in make_rows(count)))
     with serving(tmp_path) as endpoint:
-        first = fit(endpoint, tmp_path, "first")
+        first = fit(endpoint, tmp_path, RUNS[0])
     assert first.returncode == 0, first.stderr
     assert "an epoch is 12 samples" in first.stderr
-    second = fit(NO_HUB, tmp_path, "second")
+    second = fit(NO_HUB, tmp_path, RUNS[1])
     assert second.returncode == 0, second.stderr
     assert (
         f"{NO_HUB} cannot be reached (ConnectError): models and data sets are read from the cache alone"
         in second.stderr
     )
     assert "Retry" not in second.stderr
-    losses = [
-        (tmp_path / name / "metrics.csv").read_text().splitlines()[1].split(",")[:3] for name in ("first", "second")
-    ]
-    assert losses[0] == losses[1]
+    first_loss, second_loss = (next(csv.DictReader((tmp_path / name / "metrics.csv").open())) for name in RUNS)
+    assert first_loss["train/loss"] == second_loss["train/loss"]
 
 
 @pytest.mark.parametrize(
