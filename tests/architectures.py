@@ -76,7 +76,17 @@ MORE_EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Mixture-of-experts models that only the tests of experts build."""
 OTHER_MIXERS: dict[str, dict[str, Any]] = {
-    "nemotron_h": {},
+    "nemotron_h": {
+        "head_dim": 12,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "qwen3_5_text": {
         "head_dim": 12,
         "full_attention_interval": 2,
