@@ -109,7 +109,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "adapter_out_dim": 64,
     },
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
-    "gemma3n_text": {**_SIX_LAYERS, "num_kv_shared_layers": 0, "laurel_rank": 8},
+    "gemma3n_text": {**_SIX_LAYERS, "num_kv_shared_layers": 0, "laurel_rank": 8, "intermediate_size": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
