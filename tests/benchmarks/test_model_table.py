@@ -27,6 +27,7 @@ from lit_ft.model.isolation.architectures import COMPARED, REFUSED
 NAMES = sorted(COMPARED & set(ARCHITECTURES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packed_batch_equals_its_samples(name: str) -> None:
     row = compare(name, frozenset({"lora", "merge", "checkpointing"}))

@@ -19,6 +19,7 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "accumulate"), [(8, 1), (2, 4)])
 def test_eight_steps_of_adamw(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, monkeypatch: Any, size: int, accumulate: int

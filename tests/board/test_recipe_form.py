@@ -75,6 +75,7 @@ def test_code_that_is_not_allowed_is_not_imported(schema: Schema, tmp_path: Path
     assert schema.of_class("model.peft", "peft.NoSuchConfig") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "name"), [(key, name) for key, found in PRESETS.items() for name in found])
 def test_a_preset_is_accepted_and_recognized(parser: Any, recipe: RecipeText, key: str, name: str) -> None:
     recipe.set(key, PRESETS[key][name])
@@ -186,6 +187,7 @@ CHANGES: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_command_stands_for_the_recipe(parser: Any, recipe: RecipeText, tmp_path: Path, name: str) -> None:
     base = RecipeText(recipe.text)
@@ -217,6 +219,7 @@ def test_recipes_without_a_model_are_fragments() -> None:
     assert not {"quickstart.yaml", "examples/qlora_24gb.yaml", "data/tasks/quickstart.yaml"} & set(FRAGMENTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_of(FRAGMENTS))
 def test_a_fragment_on_top_is_a_second_config(
     parser: Any, schema: Schema, recipe: RecipeText, tmp_path: Path, name: str

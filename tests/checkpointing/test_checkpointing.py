@@ -120,6 +120,7 @@ def flip(path: Path, place: int, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_and_every_cut_of_a_file_is_found(tmp_path: Path) -> None:
     whole, path, rng = save_file(tmp_path / "whole.ckpt", 1), tmp_path / "a.ckpt", random.Random(0)
     size = whole.stat().st_size
@@ -135,6 +136,7 @@ def test_every_flipped_bit_and_every_cut_of_a_file_is_found(tmp_path: Path) -> N
             check_intact(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", range(1, 12))
 def test_a_kill_within_a_save_leaves_the_earlier_file_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
@@ -180,6 +182,7 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_earlier_one(
 # --- folders -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_every_damage_to_a_folder_is_found(tmp_path: Path, background: bool) -> None:
     whole, rng = save_folder(tmp_path / "whole.ckpt", 1, background), random.Random(0)
@@ -376,6 +379,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_earlier_file(tmp_path: Path) -> N
     assert [found.name for found in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_keeps_the_earlier_folder(tmp_path: Path) -> None:
     path = save_folder(tmp_path / "last.ckpt", 1)
 

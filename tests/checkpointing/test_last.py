@@ -20,6 +20,7 @@ class CountsSaves(Callback):
         self.count += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps", "names", "saves"),
     [
@@ -56,6 +57,7 @@ def test_it_is_no_earlier_one_where_another_file_is_the_newest(make_trainer: Any
     assert steps == {"epoch=1-step=2.ckpt": 2, "last.ckpt": 2}
 
 
+@pytest.mark.slow
 def test_a_fast_dev_run_saves_no_checkpoint(
     tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +67,7 @@ def test_a_fast_dev_run_saves_no_checkpoint(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_saved_no_checkpoint_is_not_one_to_resume(
     capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +79,7 @@ def test_a_run_that_saved_no_checkpoint_is_not_one_to_resume(
     assert "the run was to save none (trainer.fast_dev_run or enable_checkpointing=false)" in refused
 
 
+@pytest.mark.slow
 def test_a_fast_dev_run_goes_on_with_no_run(
     capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

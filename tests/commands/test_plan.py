@@ -252,6 +252,7 @@ def test_devices_without_a_number(recipe: str, capsys: pytest.CaptureFixture[str
     assert "give one with --devices N" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_picture_of_every_schedule(tmp_path: Path, schedule: str) -> None:
     path = tmp_path / "schedule.svg"
@@ -285,6 +286,7 @@ MODEL = 4 * (384 * 48 + 2 * 20_928 + 48) / 2**20  # embedding, two layers, last 
 """MiB of the test model in float32; all of it trains."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "weights", "gathered", "gradients", "optimizer"),
     [

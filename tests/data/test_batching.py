@@ -190,6 +190,7 @@ def test_packing_fills_rows() -> None:
     assert max(int(lengths[members].sum()) for members in bins) <= 2048
 
 
+@pytest.mark.slow
 def test_a_million_lengths_pack_in_seconds() -> None:
     lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 1_000_000).astype(int).clip(5, 4096)
     started = time.process_time()

@@ -410,6 +410,7 @@ def test_golden_ids_of_chatml() -> None:
     assert labels == [IGNORE_INDEX] * len(prompt) + [*pieces["a lamp"], end]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_square_of_the_turns() -> None:
     turns = [{"role": role, "content": "a" * 1000} for role in ("user", "assistant")] * 200
     chat, template = messages({"messages": turns}), ChatTemplate(of_case("chatml"))
@@ -556,6 +557,7 @@ DATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DATED)
 def test_the_date_of_a_template_however_it_asks_for_it(name: str) -> None:
     tokenizer = make(f"\n{DATED[name]}\n{STRIPS}")

@@ -222,6 +222,7 @@ def test_a_share_of_the_validation_data_is_a_share_of_all_of_it(
     assert validated[0.5] == validated[1.0] // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"packing": 128, "max_length": 128}, {"micro_batch_size": 3}])
 def test_training_losses_of_sources_add_up_to_the_total(
     make_trainer: Any, model_folder: str, write_rows: Any, options: Any

@@ -423,6 +423,7 @@ def test_samples_that_teach_nothing_are_left_out_and_counted() -> None:
     assert fit("....", max_length=4, overlong="truncate") == ([], {"nothing supervised": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlong", ["truncate", "truncate_left_prompt", "drop", "error"])
 @pytest.mark.parametrize("make", [make_tokenizer, lambda: chat_tokenizer("first")])
 def test_every_sample_has_a_target_and_every_row_an_account(make: Any, overlong: Overlong) -> None:
@@ -490,6 +491,7 @@ def fields_of(encoded: Encoded) -> list[Any]:
     return [*arrays, encoded.count, encoded.bad, encoded.too_long, encoded.notes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("used", [False, True])
 def test_the_result_does_not_depend_on_the_workers(used: bool) -> None:
     rows: list[Any] = make_rows(60)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lit_ft.inference.stop_strings import StopStrings
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text("ab\n", max_size=12), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
 def test_any_cut_shows_the_text_before_the_first_stop(text: str, stops: list[str], data: st.DataObject) -> None:

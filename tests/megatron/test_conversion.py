@@ -71,6 +71,7 @@ def converted(
     return models[family], out
 
 
+@pytest.mark.slow
 def test_every_bit_comes_back(converted: tuple[str, Path], tmp_path: Path) -> None:
     model, checkpoint = converted
     to_hugging_face(checkpoint, model, tmp_path / "back", "reduced")

@@ -57,6 +57,7 @@ def assert_line(said: str, *parts: str) -> None:
     assert all(part in said for part in parts), said
 
 
+@pytest.mark.slow
 def test_there_and_back_again(capsys: Any, caplog: pytest.LogCaptureFixture, model_folder: str, tmp_path: Path) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
     to_megatron(capsys, model_folder, tmp_path / "ckpt", "--pipeline_parallel", "2", "--verify", "reduced", code=0)
@@ -268,6 +269,7 @@ def test_a_damaged_result_is_discarded(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["merged", "apart"])
 def test_adapter_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
@@ -289,6 +291,7 @@ def test_adapter_of_a_run(
     assert (tmp_path / "ckpt" / "adapter" / "adapter_model.safetensors").is_file() == (adapter == "apart")
 
 
+@pytest.mark.slow
 def test_an_adapter_apart_needs_the_config_of_its_base(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, model_folder: str, write_rows: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -300,6 +303,7 @@ def test_an_adapter_apart_needs_the_config_of_its_base(
     assert not (tmp_path / "ckpt").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_not_there_leaves_no_folder(capsys: Any, model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(SystemExit):

@@ -83,6 +83,7 @@ def states_in(folder: Path, shape: ModelShape) -> dict[tuple[str, str], Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_state_is_that_of_the_run(model_folder: str, checkpoint: Checkpoint, converted: Path) -> None:
     shape = ModelShape.of(load_config(model_folder), "model")
     found = states_in(converted / f"iter_{STEPS:07d}", shape)
@@ -102,6 +103,7 @@ def test_state_is_that_of_the_run(model_folder: str, checkpoint: Checkpoint, con
     assert decays == [(1.0, STEPS, (0.9, 0.95)), (0.0, STEPS, (0.9, 0.95))]
 
 
+@pytest.mark.slow
 def test_a_state_of_the_optimizer_can_be_left_out(
     monkeypatch: pytest.MonkeyPatch, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +146,7 @@ def back(model_folder: str, converted: Path) -> Path:
     return converted.with_name("back")
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_the_moments(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint, back: Path, tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_a_run_starts_with_the_moments(
         torch.testing.assert_close(gradient**2, square, atol=1e-5 * float(square.max()), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_moments_that_cannot_be_taken(capsys: Any, model_folder: str, back: Path, tmp_path: Path) -> None:
     def start(folder: object, *options: str) -> str:
         named = ("--trainer.callbacks+", "lit_ft.InitialAdamState", "--trainer.callbacks.folder", str(folder))

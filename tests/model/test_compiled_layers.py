@@ -61,12 +61,14 @@ def assert_same(found: Passes, wanted: Passes) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
+@pytest.mark.slow
 def test_values_that_are_narrower_than_keys_compile_where_samples_have_one_length(tmp_path: Path) -> None:
     """Inductor looks for attention in operators that SDPA becomes without a kernel, and failed on what it found."""
     folder, rows = save_model("deepseek_v3", tmp_path / "model", layers=1), rows_of(((7, 7, 7), (12, 12)))
     assert_same(passes(folder, rows, lora=False, compile=True), passes(folder, rows, lora=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "checkpointing", "backend", "chosen", "graphs"),
     [
@@ -94,6 +96,7 @@ def tiny_qwen2(tmp_path: Path) -> str:
     return save_model("qwen2", tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(tiny_qwen2: str) -> None:
     """A merge compares the logits of a copy, once with the adapter and once without."""
     module = CausalLM(tiny_qwen2, compile="eager", attn_implementation="sdpa")
@@ -107,6 +110,7 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(tiny_qwen2: st
         assert not torch.allclose(module.model(input_ids=ids).logits, logits)
 
 
+@pytest.mark.slow
 def test_sliding_windows_sinks_and_experts_are_in_the_graph(tmp_path: Path) -> None:
     """One graph for all four layers; two where they are of two kinds: with a sliding window, and with experts."""
     rows = rows_of(ROWS[::2])
@@ -117,6 +121,7 @@ def test_sliding_windows_sinks_and_experts_are_in_the_graph(tmp_path: Path) -> N
         assert_same(compiled, passes(folder, rows, lora=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "said"),
     [(False, "is several graphs, not one"), (True, "is not compiled, as it is not one graph, which model.gradient_ch")],
@@ -135,6 +140,7 @@ def test_what_cannot_be_one_graph_is_said(
     assert_same(compiled, passes(folder, rows, **options))
 
 
+@pytest.mark.slow
 def test_rows_of_few_lengths_give_the_same_numbers_in_few_shapes(tiny_qwen2: str) -> None:
     """Of the shapes that CUDA graphs are recorded for: tokens, numbers of samples, and the longest of them."""
     rows = rows_of((*ROWS, (9, 9, 9, 9), (50, 13), (40, 2, 2), (1,) * 20))

@@ -42,6 +42,7 @@ def check_same(later: nn.Module, at_once: nn.Module) -> None:
             assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "of_files", "dtype", "kept"),
     [
@@ -72,6 +73,7 @@ def test_weights_and_buffers_are_those_of_a_base_that_is_cast_at_once(
         assert torch.equal(later(input_ids=IDS).logits, at_once(input_ids=IDS).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_bfloat16", "stated"),
     [

@@ -91,6 +91,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_found_before_weights_load(name: str, model_folder: str, tmp_path: Path) -> None:
     damage, message = DAMAGE[name]

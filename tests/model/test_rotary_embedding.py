@@ -54,6 +54,7 @@ def alone(folder: str, ids: np.ndarray) -> torch.Tensor:
     return cross_entropy(logits, row[0, 1:], reduction="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 def test_samples_of_a_row_and_rows_after_one_another_have_frequencies_of_their_own(folder: str, attention: str) -> None:
     module = CausalLM(folder, attn_implementation=attention)

@@ -107,6 +107,7 @@ def test_a_copy_of_a_model_computes_with_weights_and_settings_of_its_own() -> No
         torch.testing.assert_close(copied(input_ids=ids).logits, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "lfm3"])
 def test_the_leak_probe_sees_layers_of_all_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str

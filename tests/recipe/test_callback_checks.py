@@ -88,6 +88,7 @@ def test_the_loss_of_a_source_that_there_is_not() -> None:
     check_callbacks([EarlyStopping("val/loss/工具 b")], True, source_losses=losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "interval", "taken", "often"), [(2, 1.0, 2, "every 2 epochs"), (None, 12, 3, "once per epoch")]
 )
@@ -163,6 +164,7 @@ def test_run_length_in_epochs_of_ten_micro_batches_four_a_step(
     assert run_length(max_steps, max_epochs, batches=10, accumulate=4) == length
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_its_first_validation_says_so(
     caplog: pytest.LogCaptureFixture, capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_run_that_ends_before_its_first_validation_says_so(
     assert said in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["module", "callback"])
 def test_own_classes_log_metrics_of_any_name(
     capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch, own: str

@@ -279,6 +279,7 @@ def test_a_recipe_of_the_standard_input_is_read_by_one_process(
         check_files(["fit", "--config=-"])
 
 
+@pytest.mark.slow
 def test_a_recipe_from_a_pipe_is_checked_as_a_file_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_folder: str
 ) -> None:

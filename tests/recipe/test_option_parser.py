@@ -11,6 +11,7 @@ from lit_ft.cli import main
 from lit_ft.recipe.option_parser import in_order
 
 
+@pytest.mark.slow
 def test_options_override_files_wherever_they_stand(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: str
 ) -> None:
@@ -65,6 +66,7 @@ def test_values_that_look_like_options() -> None:
     assert in_order(given) == [*given[:3], "--optimizer.lr=-1e-3", *given[5:7], "lit_ft.CausalLM", *given[7:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -90,6 +92,7 @@ def test_classes_of_a_list_get_nothing_of_what_the_list_replaces(
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "shown", "hidden"),
     [

@@ -195,6 +195,7 @@ def test_a_run_that_ended_by_time_goes_on_with_more_of_it(tmp_path: Path, monkey
     assert unfinished_run("recipe") is None
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_again_by_the_same_command(
     tmp_path: Path, recipe: Path
 ) -> None:
@@ -343,6 +344,7 @@ class Steps(Logged):
         self.epochs.add(metrics["epoch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "logged"), [(2, [1, 3, 4]), (5, [4]), (0, [])])
 def test_the_last_step_is_logged(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, every: int, logged: list[int]
@@ -368,6 +370,7 @@ def test_a_validation_within_a_step_is_logged_at_the_step_before(
     assert {step for name, step in logger.losses if name == "train/loss"} == {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_validation", [False, True])
 def test_the_last_step_of_a_run_that_a_callback_stops_is_logged_once(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, in_validation: bool

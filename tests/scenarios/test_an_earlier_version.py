@@ -21,6 +21,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(shutil.copytree(ROOT / "tests" / "earlier_run", tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_it_resumes_with_the_same_losses(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = str(run / "checkpoints" / "step=3.ckpt")
     here(monkeypatch, "fit", "--config", str(run / "config.yaml"), "--ckpt_path", checkpoint)

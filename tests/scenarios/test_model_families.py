@@ -98,6 +98,7 @@ def reference(made: Tokenization, row: dict[str, Any], turns: int, prompt: bool)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "chat"),
     [(family, chat) for family in FAMILIES for chat in CHATS if not (chat.startswith("tools") and family in NO_TOOLS)],

@@ -126,12 +126,14 @@ def outcomes(decide: Decision) -> list[str]:
         return judged(OpenAIClient(url))
 
 
+@pytest.mark.slow
 def test_a_judge_behind_an_address_sees_both_orders() -> None:
     assert outcomes(longer) == ["win", "loss", "tie"]
     assert outcomes(lambda *_: "[[A]]") == ["tie", "tie", "tie"]
     assert outcomes(lambda one, _: "who knows" if one == "brief" else "[[A]]") == ["unread", "tie", "tie"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1", "/api/v3", "/api/paas/v4", "/v1beta/openai"])
 def test_a_judge_of_a_provider_with_a_path_of_its_own(path: str) -> None:
     with judging(longer, path=path) as url:
@@ -231,6 +233,7 @@ def test_a_judge_that_fails_costs_no_judgments() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["base", "judge"])
 def test_what_fails_costs_no_figures(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(evaluation: command.Evaluation, side: command.Side, *_: object) -> None:

@@ -45,6 +45,7 @@ def test_frozen_weights_get_neither_gradient_nor_optimizer_state(
     assert all(p.grad is None for name, p in module.named_parameters() if name not in trained)
 
 
+@pytest.mark.slow
 def test_trained_weights_without_a_gradient_are_named(
     make_trainer: Any, write_rows: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -76,6 +77,7 @@ def test_logged_values_are_moved_once(
     assert moved[5:] == ["train/loss"]
 
 
+@pytest.mark.slow
 def test_dtypes(model_folder: str) -> None:
     module = built(model_folder, dtype="bfloat16", peft=lora())
     assert module.base_model.dtype == torch.bfloat16
@@ -84,6 +86,7 @@ def test_dtypes(model_folder: str) -> None:
     assert {p.dtype for p in module.trainable_parameters().values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
 def test_precisions_train_and_keep_rotary_frequencies_exact(
     make_trainer: Any, model_folder: str, write_rows: Any, precision: str

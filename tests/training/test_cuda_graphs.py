@@ -120,6 +120,7 @@ def tiny_qwen2(tmp_path: Path) -> str:
     return save_model("qwen2", tmp_path / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("with_lora", [True, False])
 def test_replayed_passes_give_the_same_numbers(
@@ -134,6 +135,7 @@ def test_replayed_passes_give_the_same_numbers(
     assert len(recordings) == 2  # rows of 32 tokens came five times, a row of 64 once
 
 
+@pytest.mark.slow
 def test_long_samples_of_one_length_are_recorded_without_boundaries(tiny_qwen2: str, recordings: list[object]) -> None:
     """Attention is SDPA then, which has a faster kernel on some devices."""
     rows = rows_of(((512, 512), (512, 512), (1024,), (512, 512), (1024,), (1024,)))
@@ -159,6 +161,7 @@ ELSEWHERE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ELSEWHERE])
 def test_each_tuning_method_is_recorded_with_weights_that_change(
     method: str, tiny_qwen2: str, recordings: list[object]
@@ -186,6 +189,7 @@ def test_what_reads_values_on_the_host_is_refused(tiny_qwen2: str, recordings: l
         passes(module, rows_of(((7, 20),) * 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_sinks_experts_and_latent_attention_are_recorded(
     architecture: str, tmp_path: Path, recordings: list[object]

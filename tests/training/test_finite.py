@@ -47,6 +47,7 @@ class Poison(Callback):
             next(iter(pl_module.trainable_parameters().values())).data.view(-1)[0] = float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -84,6 +84,7 @@ def test_an_average_of_equal_weights_is_bit_identical(of: dict[str, Any]) -> Non
     torch.testing.assert_close(average.module.trained, nn.Parameter(expected), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "code"),
     [

@@ -32,6 +32,7 @@ def test_ours_are_not(ours: Any) -> None:
     check_lightning_strategy(ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "check"])
 def test_commands_refuse_it(
     tmp_path: Path, model_folder: str, write_rows: Any, capsys: pytest.CaptureFixture[str], command: str

@@ -29,6 +29,7 @@ class SaveEverywhere(Checkpoint):
         trainer.save_checkpoint(self.folder / f"epoch-{trainer.global_step}.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("monitor", "validation"),
     [

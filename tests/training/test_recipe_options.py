@@ -272,6 +272,7 @@ def stopped(make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Pat
     return train_two_steps
 
 
+@pytest.mark.slow
 def test_other_groups_are_refused(stopped: Any) -> None:
     with pytest.raises(
         RecipeError, match=r"\[4\] weights \(no lr_factors\), the recipe's .*\[2, 2\] .*'lora_B'\); .* config.yaml"
@@ -282,6 +283,7 @@ def test_other_groups_are_refused(stopped: Any) -> None:
     stopped(lr_factors={"lora_B": 16.0})(lr_factors={"lora_B[.]": 16.0})  # the same weights
 
 
+@pytest.mark.slow
 def test_a_schedule_that_comes_or_goes_is_said(stopped: Any) -> None:
     schedule = partial(LinearWithWarmup, warmup=0, total_steps=8)
     with pytest.warns(UserWarning, match="lr_scheduler: the checkpoint has none, so that it begins at its first step"):

@@ -136,6 +136,7 @@ def packed(lengths: list[int]) -> tuple[PackedBatch, list[PackedBatch]]:
     return as_packed_batch({"input_ids": padded, "attention_mask": mask, "labels": labels}), rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_packed_row_is_its_samples_one_by_one_and_what_peft_computes(
     folder_of: Callable[[str], str], architecture: str
@@ -160,6 +161,7 @@ def test_a_packed_row_is_its_samples_one_by_one_and_what_peft_computes(
             assert difference < 5e-6, f"{what} {name}: {difference:.1e}"
 
 
+@pytest.mark.slow
 def test_in_bfloat16_rounding_is_less_than_peft_s(folder_of: Callable[[str], str]) -> None:
     module = module_of(folder_of("mixtral"), dtype="bfloat16")
     left_to_peft = module_of(folder_of("mixtral"), dtype="bfloat16", fused_lora=False)
@@ -224,6 +226,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(3, 60)[None]).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_saved_resumed_and_merged(
     make_trainer: Any, write_rows: Any, folder_of: Callable[[str], str], tmp_path: Path, architecture: str

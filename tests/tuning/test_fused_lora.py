@@ -103,6 +103,7 @@ def test_gradients_are_those_of_finite_differences(options: str) -> None:
     assert torch.autograd.gradcheck(output, (x, *weights), fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "size_of_b", "factor"),
     [("bf16 base", 0.1, 1.3), ("bf16 base", 1.0, 2.0), ("bf16-mixed", 0.1, 1.0), ("bf16-mixed", 1.0, 1.05)],
@@ -168,6 +169,7 @@ def test_selective_checkpointing_recomputes_no_large_product() -> None:
     assert torch.equal(x.grad, wanted["x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "backend"),
     [
@@ -329,6 +331,7 @@ def test_layers_with_dropout_or_without_others_are_computed_alone(options: dict[
         assert distance(found[name], tensor) < 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=IN_EVERY_CASE)])
 def test_layers_with_the_same_input_are_in_one_graph(backend: str) -> None:
     model = fused(lora_block())
@@ -407,6 +410,7 @@ def nf4(compute: torch.dtype = torch.float32, nested: bool = False) -> BitsAndBy
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "notice"),
     [
@@ -465,6 +469,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_are_those_with_peft(make_trainer: Any, model_folder: str, write_rows: Any, run: str) -> None:
     found = {True: Numbers(), False: Numbers()}

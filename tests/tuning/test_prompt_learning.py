@@ -56,6 +56,7 @@ def test_a_prefix_fits_layers_of_full_and_sliding_attention(architecture: str) -
     add_peft(tiny(architecture), PrefixTuningConfig(num_virtual_tokens=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", METHODS, ids=lambda peft: peft.peft_type.value)
 @pytest.mark.parametrize("architecture", ["deepseek_v4", "gemma4_text", "qwen4_exp_text"])
 def test_models_that_read_ids_again_are_refused(architecture: str, peft: Any) -> None:

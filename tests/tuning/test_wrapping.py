@@ -16,6 +16,7 @@ from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.wrapping import add_peft, takes_shapes_from_weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["LoRA", "VeRA", "PVeRA", "RandLoRA", "FourierFT", "WaveFT", "SHiRA", "TinyLoRA"])
 def test_new_weights_are_those_of_the_cpu_under_each_default_device(model_folder: str, method: str) -> None:
     """Lightning makes its GPU the default device, for which the CPU generators of these methods are not."""
@@ -37,6 +38,7 @@ def test_new_weights_are_those_of_the_cpu_under_each_default_device(model_folder
 ALL = {**METHODS, **PARAMETERS, **TOKENS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", [m for m, c in ALL.items() if not (needs_init(c) or takes_shapes_from_weights(c))])
 def test_a_model_without_weights_trains_what_one_with_weights_trains(

@@ -218,6 +218,7 @@ class Slow(Plain):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 def test_training_that_goes_on_within_an_epoch_is_timed_as_training(tmp_path: Path) -> None:
     options = {**QUIET, "default_root_dir": tmp_path, "logger": CSVLogger(tmp_path)}
     # Not the trainer's state at the end of a fit, from which a resumed one begins an epoch.
@@ -407,6 +408,7 @@ def test_the_times_of_a_run_add_up(page: Path) -> None:
     assert environment["peak_process_bytes"] > 2**27
 
 
+@pytest.mark.slow
 def test_a_second_fit_has_times_of_its_own(tmp_path: Path) -> None:
     report = RunReport()
     fit(tmp_path / "first", [report], False)

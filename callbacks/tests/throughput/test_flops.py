@@ -132,6 +132,7 @@ def test_a_sliding_window_limits_the_pairs() -> None:
     assert formula.per_pair == {8: 3 * 12 * 64}
 
 
+@pytest.mark.slow
 def test_layers_may_have_heads_of_other_widths() -> None:
     transformers = pytest.importorskip("transformers", "5.24")
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]

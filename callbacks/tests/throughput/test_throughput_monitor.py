@@ -199,6 +199,7 @@ def test_hooks_that_a_callback_does_not_have_are_no_phase(tmp_path: Path, clock:
     assert callbacks[2].summary["step_seconds/callbacks"] == 1
 
 
+@pytest.mark.slow
 def test_the_users_profiler_keeps_what_it_recorded(tmp_path: Path) -> None:
     profiler = AdvancedProfiler(dirpath=tmp_path, filename="times")
 

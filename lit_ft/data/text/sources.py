@@ -360,8 +360,7 @@ def _without_media(rows: "IterableDataset") -> "IterableDataset":
     """
     from datasets import Features
 
-    undecoded = rows.decode(False)
-    return undecoded.cast(Features.from_dict(_with_decoded_json(undecoded.features.to_dict())))
+    return rows.cast(Features.from_dict(_with_decoded_json(rows.decode(False).features.to_dict())))
 
 
 def _with_decoded_json(entry: Any) -> Any:

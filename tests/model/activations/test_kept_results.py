@@ -91,6 +91,7 @@ def gradients(folder: str, peft: LoraConfig | None, checkpointing: Any) -> dict[
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("architecture", ["gemma3n_text", "git", "roc_bert"])
 def test_in_place_changes_of_products_and_embeddings(architecture: str, peft: Any, tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def test_capped_attention_logits_are_refused() -> None:
         tiny("gemma2", PACKED)(input_ids=torch.randint(3, 97, (1, 9)), segment_lengths=[9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", OWN)
 def test_a_rows_loss_is_that_of_its_samples(architecture: str, tmp_path: Path) -> None:
     """With the attention, the head and the masks that a run takes for the architecture."""
@@ -196,6 +197,7 @@ def test_a_rows_loss_is_that_of_its_samples(architecture: str, tmp_path: Path) -
     assert int(row.correct) == sum(int(one.correct) for one in alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"compile": "eager"}], ids=["plain", "compiled"])
 def test_chunks_and_positions_start_anew_with_each_sample(options: dict[str, Any], tmp_path: Path) -> None:
     """Llama 4, against transformers with masks: two of the samples are longer than a chunk."""

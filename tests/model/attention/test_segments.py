@@ -76,6 +76,7 @@ def test_boundaries_of_few_shapes_add_empty_samples() -> None:
     assert torch.equal(attend(q, k, v, few.ends, None, None), attend(q, k, v, exact.ends, None, None))
 
 
+@pytest.mark.slow
 def test_the_call_on_cuda_is_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On torch's ``meta`` device, which has the operator's shapes: one graph, whose inputs the boundaries are."""
     module = "lit_ft.model.attention.packed_attention"

@@ -66,6 +66,7 @@ def test_results_are_those_of_a_softmax_with_a_logit_more(
     assert_near(found, in_fp64(inputs, window, lengths), tolerance)
 
 
+@pytest.mark.slow
 def test_gradients_in_double_precision() -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (4,)]
@@ -128,6 +129,7 @@ def test_on_a_gpu_it_is_one_call_forward_and_one_backward() -> None:
     assert [(g.shape, g.dtype) for g in gradients] == [(tensor.shape, tensor.dtype) for tensor in inputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_it_is_in_one_graph_forward_and_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = "lit_ft.model.attention.packed_attention"

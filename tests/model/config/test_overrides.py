@@ -75,6 +75,7 @@ def test_refused(name: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rope",
     [

@@ -21,6 +21,7 @@ def texts(count: int, seed: int) -> list[str]:
     return [" ".join(drawn.choices(WORDS, k=drawn.randint(1, 30))) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_english_has_the_figures_of_the_packages_that_define_them() -> None:
     rouge_score, sacrebleu = pytest.importorskip("rouge_score.rouge_scorer"), pytest.importorskip("sacrebleu")
     answers, expected = texts(40, 1), texts(40, 2)

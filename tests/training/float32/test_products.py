@@ -62,6 +62,7 @@ def tensors(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [part for part in output if isinstance(part, Tensor)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)
 def test_routers_compute_under_autocast_as_in_the_model_that_is_served(model_type: str) -> None:
     tiny = in_bfloat16(model_type)

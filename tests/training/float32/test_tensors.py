@@ -32,6 +32,7 @@ def frozen(folder: Path) -> CausalLM:
     return module.requires_grad_(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_frozen_model_that_is_cast_has_the_dtypes_of_one_that_is_served(model_type: str, tmp_path: Path) -> None:
     tiny = Tiny(tiny_config(model_type))

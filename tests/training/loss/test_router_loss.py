@@ -35,6 +35,7 @@ class Steps(Callback):
         self.logged.append((float(metrics["train/loss"]), float(metrics["train/router_aux_loss"])))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("architecture", MODELS)

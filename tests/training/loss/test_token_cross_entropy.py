@@ -49,6 +49,7 @@ def test_rows_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torc
     torch.testing.assert_close(got, torch.autograd.grad(plain.sum(), logits)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_expression_for_compilers_is_the_same(dtype: torch.dtype) -> None:
     """One graph for any number of tokens; tests/cuda compiles it to kernels."""

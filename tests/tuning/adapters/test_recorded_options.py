@@ -53,6 +53,7 @@ def saved(folder: str, method: peft.PeftConfig, tmp_path: Path) -> dict[str, Any
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_option_that_gives_weights_another_meaning_is_refused(model_folder: str, name: str, tmp_path: Path) -> None:
     config, options, change, message = CHANGES[name]

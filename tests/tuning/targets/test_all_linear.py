@@ -49,6 +49,7 @@ def test_all_linear_leaves_out_what_mamba_reads_without_an_adapter(caplog: pytes
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("peft", "gate"),
     [
@@ -72,6 +73,7 @@ def test_all_linear_leaves_out_layers_that_are_smaller_than_the_rank(
     assert (said in caplog.text) == (gate is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exclude", [["x_proj"], ".*x_proj"])
 def test_so_it_does_beside_what_the_recipe_leaves_out(exclude: str | list[str]) -> None:
     names = adapted("jamba", exclude)
@@ -92,6 +94,7 @@ def test_adapters_that_a_model_would_not_compute_are_refused(name: str, layer: s
 LOST = {"laguna": "mlp.shared_experts.down_proj", "inkling2_text": "weight_proj"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", LOST)
 def test_all_linear_leaves_out_what_peft_would_not_load(
     architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -119,6 +122,7 @@ def test_other_models_keep_all_linear_layers() -> None:
     assert adapted("qwen2") == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exclude", [None, ["out_proj"], ".*out_proj"])
 def test_all_linear_leaves_out_layers_that_share_a_weight(
     exclude: str | list[str] | None, caplog: pytest.LogCaptureFixture

@@ -31,6 +31,7 @@ def said(model: PeftModel, has_router_loss: bool = False) -> str:
     return "\n".join(experts.describe(model.get_base_model(), has_router_loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"])
 def test_all_linear_is_linear_layers_without_experts_and_routers(
     folder_of: Callable[[str], str], architecture: str
@@ -60,6 +61,7 @@ def test_names_and_patterns_reach_what_they_name(folder_of: Callable[[str], str]
     assert set(SHARED) & without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [

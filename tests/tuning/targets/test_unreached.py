@@ -47,6 +47,7 @@ def test_weights_that_an_architecture_freezes_stay_frozen_when_they_are_read(tmp
     assert frozen == {name for name, p in read.named_parameters() if not p.requires_grad} != set()
 
 
+@pytest.mark.slow
 def test_the_architectures_that_have_such_weights_are_listed() -> None:
     for name in {*ARCHITECTURES, *unreached.ARCHITECTURES} - set(REFUSED):
         with torch.device("meta"):
