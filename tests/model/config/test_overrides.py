@@ -85,6 +85,7 @@ def test_refused(name: str) -> None:
 )
 def test_a_packed_batch_has_the_losses_of_its_samples(model_folder: str, rope: dict[str, Any]) -> None:
     """With scaled positions too, they restart with each sample; one sample is longer than the unscaled model's 64."""
+    rope = dict(rope)
     overrides = {"rope_parameters": rope}
     if rope["rope_type"] == "dynamic":
         overrides["max_position_embeddings"] = 64
