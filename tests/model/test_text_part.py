@@ -1,9 +1,11 @@
 """Models for images and text in published form are trained, merged and resumed as what they are for text."""
 
+import itertools
 import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.model import loading
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import pack_samples
-from lit_ft.strategies import FSDPStrategy
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
 
 pytestmark = pytest.mark.slow
 
@@ -142,6 +144,13 @@ def test_a_hub_model_is_completed_from_its_snapshot(
     assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
 
 
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one": lambda: "auto",
+    "FSDP": FSDPStrategy,
+    "ZeRO-3": partial(DeepSpeedStrategy, stage=3),
+}
+
+
 def fit_and_write(base: Path, data: Path, out: Path, world: int) -> None:
     os.environ["PL_GLOBAL_SEED"] = "3"
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -150,7 +159,7 @@ def fit_and_write(base: Path, data: Path, out: Path, world: int) -> None:
             max_steps=1,
             accelerator="cpu",
             devices=world,
-            strategy=FSDPStrategy() if world > 1 else "auto",
+            strategy=STRATEGIES[out.name](),
             use_distributed_sampler=False,
             logger=False,
             enable_checkpointing=False,
@@ -165,16 +174,17 @@ def fit_and_write(base: Path, data: Path, out: Path, world: int) -> None:
 def test_ranks_that_read_shards_write_all_of_it(gemma3: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(make_rows(8)))
     base = Path(shutil.copytree(gemma3, tmp_path / "base"))
-    for world, out in ((1, "one"), (2, "split")):
-        on_ranks(world, fit_and_write, base, tmp_path / "rows.json", tmp_path / out, world, timeout=200)
+    for name in STRATEGIES:
+        world = 1 if name == "one" else 2
+        on_ranks(world, fit_and_write, base, tmp_path / "rows.json", tmp_path / name, world, timeout=200)
     published = all_tensors(base)
-    for way in ("LoRA", "full"):
-        one, split = (all_tensors(tmp_path / out / way / "merged") for out in ("one", "split"))
+    for way, strategy in itertools.product(("LoRA", "full"), ("FSDP", "ZeRO-3")):
+        one, split = (all_tensors(tmp_path / name / way / "merged") for name in ("one", strategy))
         assert one.keys() == split.keys() == published.keys()
         for name in published:
             torch.testing.assert_close(one[name], split[name], atol=0, rtol=0, equal_nan=True, msg=name)
             if way == "full":  # a step of size zero
                 torch.testing.assert_close(published[name], split[name], atol=0, rtol=0, equal_nan=True, msg=name)
-        config = tmp_path / "split" / way / "merged" / "config.json"
+        config = tmp_path / strategy / way / "merged" / "config.json"
         assert config.read_bytes() == (base / "config.json").read_bytes()
         AutoModelForImageTextToText.from_pretrained(config.parent)

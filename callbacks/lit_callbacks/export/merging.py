@@ -40,6 +40,7 @@ from lit_callbacks.internals.transformers_internals import (
     kept_in_fp32,
     portable_attention,
     save_under_names_of,
+    save_under_names_read,
     save_under_own_names,
     scale_embeddings_as,
 )
@@ -263,6 +264,7 @@ def _must_stay_alone(base: "PreTrainedModel", files: BaseFiles, quantized_base: 
 
 def _save(model: "PreTrainedModel", files: BaseFiles | None, text_only: bool, folder: Path) -> None:
     """Write a model under the names, and in files of the size, that its base is published in."""
+    save_under_names_read(model)
     if text_only:
         save_under_own_names(model)
     elif files is not None and not is_quantized(model):

@@ -65,6 +65,15 @@ def save_under_names_of(model: PreTrainedModel, loaded: PreTrainedModel) -> None
     model._weight_conversions = getattr(loaded, "_weight_conversions", None)
 
 
+def save_under_names_read(model: PreTrainedModel) -> None:
+    """Let a model that was read from files save its tensors under the names that they had there.
+
+    Under DeepSpeed's ZeRO-3, transformers notes conversions that none of these names needed too (5.24).
+    """
+    if was_read(model):
+        model._weight_conversions = [one for one in model._weight_conversions if one.was_used()]
+
+
 def dequantize(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Dequantize a model, which keeps the names that its tensors have in files, and the layers of GPT-2.
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from tokenizers.decoders import ByteFallback
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lit_ft.inference.continuous_batching import SequentialEngine, start_engine
+from lit_ft.inference.continuous_batching import Engine, Generation, SequentialEngine, start_engine
 from lit_ft.inference.openai.answers import token_bytes
 from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model, open_together
@@ -108,14 +109,35 @@ def alone(opened: OpenedModel, messages: Any, tokens: int = 12) -> tuple[str, li
     return answer.text, list(answer.ids)
 
 
+class HoldingEngine:
+    """Engine that begins no answer before it is released."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.opened = engine, engine.opened
+        self._held: list[Generation] = []
+        self.cancel, self.is_alive = engine.cancel, engine.is_alive
+        self.end_answers, self.stop = engine.end_answers, engine.stop
+
+    def submit(self, generation: Generation) -> None:
+        self._held.append(generation)
+
+    def release(self) -> None:
+        for generation in self._held:
+            self._engine.submit(generation)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_burst_of_requests_does_not_pass_the_limit(served: Served, stream: bool) -> None:
-    app = application(served.engines, Limits(max_model_len=512, max_requests=3), dict.fromkeys(served.engines, "x"))
+    engine = HoldingEngine(served.engines["run-a"])
+    app = application({"run-a": engine}, Limits(max_model_len=512, max_requests=3), {"run-a": "x"})
     question = {"model": "run-a", "messages": ASKED, "max_tokens": 4, "stream": stream}
 
     async def burst() -> list[int]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://burst") as client:
-            asked = [client.post("/v1/chat/completions", json=question) for _ in range(8)]
+            asked = [asyncio.create_task(client.post("/v1/chat/completions", json=question)) for _ in range(8)]
+            for answer in islice(asyncio.as_completed(asked, timeout=60), 5):
+                assert (await answer).status_code == 429
+            engine.release()
             codes = [answer.status_code for answer in await asyncio.gather(*asked)]
             assert (await client.get("/health")).json()["running"] == 0
             return codes
