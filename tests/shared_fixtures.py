@@ -18,6 +18,7 @@ from lightning.fabric.utilities import registry
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from ranks import LiveRanks
+from torch import distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.workload import train_tokenizer
@@ -138,6 +139,14 @@ def make_model(folder: Path) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _ends_its_process_group() -> Iterator[None]:
+    """End the process group that a trainer of one process leaves: in forks of later tests it would wait for threads."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

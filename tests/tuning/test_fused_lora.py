@@ -247,9 +247,29 @@ def test_layers_with_the_same_input_compute_what_peft_does(options: str, trains_
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert distance(found[name], tensor) < 1e-6, name
-    aheads = [layer.ahead for layer in other.modules() if isinstance(layer, Fused) and layer.others]
+    aheads = {layer.ahead for layer in other.modules() if isinstance(layer, Fused) and layer.others}
     assert len(aheads) == (1 if options == "two of three" else 2)
     assert not any(ahead.is_off or ahead.outputs or ahead.x is not None for ahead in aheads)
+
+
+def test_the_first_layer_that_is_called_computes_the_others() -> None:
+    """Falcon-H1 calls up_proj before gate_proj."""
+
+    def up_first(block: Any, x: Tensor) -> Tensor:
+        y = block.up_proj(x)
+        assert list(block.gate_proj.ahead.outputs) == [0]
+        return block.down_proj(y * nn.functional.silu(block.gate_proj(x)))
+
+    block = fused(lora_block()).base_model.model
+    x = torch.randn(3, 48)
+    expected = block.down_proj(nn.functional.silu(block.gate_proj(x)) * block.up_proj(x))
+    for _ in range(2):
+        assert distance(up_first(block, x), expected) < 1e-6
+    block.up_proj(x)
+    copied = copy.deepcopy(block)  # as for a merge: what waits for gate_proj is not copied
+    assert not copied.gate_proj.ahead.outputs
+    assert distance(up_first(copied, x), expected) < 1e-6
+    assert distance(block.gate_proj(x), copied.gate_proj(x)) < 1e-6
 
 
 def test_gradients_of_layers_with_the_same_input_are_those_of_finite_differences() -> None:

@@ -1,6 +1,7 @@
 """Checks that a merged model, read back from its files, equals the trained model."""
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,13 +106,40 @@ def compare(expected: Tensor, got: Tensor, tolerance: float, share: float = 1.0)
             "embeddings were resized; nothing was written"
         )
     largest = float(expected.abs().max())
-    difference = float((expected - got).abs().amax(1).quantile(share, interpolation="higher"))
+    count = math.ceil(share * len(got) - 1e-9)  # 0.55 * 20 is above 11 in floating point
+    difference = float((expected - got).abs().amax(1).sort().values[count - 1])
     logs = got.double().log_softmax(-1), expected.double().log_softmax(-1)
     divergence = torch.nn.functional.kl_div(*logs, log_target=True, reduction="batchmean")
     report = MergeReport(difference, largest, float(divergence), tolerance * max(largest, 1.0), share)
     if not (torch.isfinite(got).all() and difference <= report.bound):
         raise MergeFailed(f"the merged model is not what was trained: {report}; nothing was written")
     return report
+
+
+def compare_in_fp32(expected: Tensor, got: Tensor, tolerance: float) -> MergeReport:
+    """Compare the logits of a merged model in float32 with those of the trained model.
+
+    They are within the bound at all positions; or at most of them, in a model that selects by scores: where two experts
+    of a router, or two tokens of sparse attention, score the same but for rounding, it may select the other one.
+
+    Args:
+        expected: logits of the base model with its adapter, ``(tokens, vocabulary)``.
+        got: logits of the merged model, ``(tokens, vocabulary)``.
+        tolerance: largest difference, relative to the largest logit.
+
+    Raises:
+        MergeFailed: less than half of the positions are within the bound, or the logits are not finite.
+    """
+    try:
+        return compare(expected, got, tolerance)
+    except MergeFailed:
+        if expected.shape != got.shape:
+            raise
+        bound = tolerance * max(float(expected.abs().max()), 1.0)
+        within = int(((expected - got).abs().amax(1) <= bound).sum()) / len(got)
+        if within < SHARE_WHERE_ROUNDED:
+            raise
+        return compare(expected, got, tolerance, within)
 
 
 def compare_rounded(expected: Tensor, got: Tensor, untrained: Tensor, tolerance: float) -> MergeReport:

@@ -24,6 +24,7 @@ from lit_callbacks.export.merge_check import (
     check_kept,
     check_same,
     compare,
+    compare_in_fp32,
     compare_rounded,
     logits_of,
     read_back,
@@ -313,7 +314,9 @@ def _write_merged(
         tolerance = BOUNDS.get(merged_dtype, BOUNDS[torch.float32])
         is_rounded = merged_dtype in (torch.float16, torch.bfloat16)
         report = (
-            compare_rounded(expected, got, untrained, tolerance) if is_rounded else compare(expected, got, tolerance)
+            compare_rounded(expected, got, untrained, tolerance)
+            if is_rounded
+            else compare_in_fp32(expected, got, tolerance)
         )
         kept = f"; beyond the bound, and of what training did {share_lost(expected, got, untrained):.1%} is lost"
         rank_zero_info(

@@ -15,7 +15,7 @@ Legend: T tokens, I inputs and O outputs of a layer, R rank.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -72,15 +72,16 @@ def fuse(model: nn.Module, checkpointing: Checkpointing = False, is_compiled: bo
 
 
 def _share_inputs(model: nn.Module) -> None:
-    """Let the first of layers with the same input compute the outputs of the others."""
+    """Let the first of layers with the same input that is called compute the outputs of the others."""
     for parent in model.modules():
         children = dict(parent.named_children())
         for names in SAME_INPUT:
             layers = [child for child in map(children.get, names) if isinstance(child, Fused)]
             if len(layers) > 1:
-                layers[0].others, ahead = tuple(layers[1:]), OutputsAhead()
+                ahead = OutputsAhead()
                 for place, layer in enumerate(layers):
                     layer.ahead, layer.place = ahead, place
+                    layer.others = tuple(other for other in layers if other is not layer)
 
 
 def _unlike_plain_lora(layer: lora.LoraLayer) -> str | None:
@@ -102,9 +103,13 @@ class OutputsAhead:
         self.is_off = False
         """Whether the layers were called with other inputs, and each computes its own output now."""
 
-    def put(self, x: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Keep the outputs of the layers after the first one for an input of all."""
-        self.x, self.outputs = x, dict(enumerate(outputs, 1))
+    def __getstate__(self) -> dict[str, object]:
+        """State of a copy: without what a call has left, which belongs to its graph."""
+        return {"x": None, "outputs": {}, "is_off": self.is_off}
+
+    def put(self, x: Tensor, outputs: Mapping[int, Tensor]) -> None:
+        """Keep the outputs of the other layers, by place, for an input of all."""
+        self.x, self.outputs = x, dict(outputs)
 
     def take(self, place: int, x: Tensor) -> Tensor | None:
         """Output of a layer for an input; None if it has to compute it."""
@@ -134,7 +139,7 @@ class Fused(nn.Module, lora.LoraLayer):
     reported: set[str]
     """Reasons that a notice was printed for; all layers of a model share it."""
     others: tuple["Fused", ...] = ()
-    """Layers with the same input, of the one that the model calls first."""
+    """The other layers with the same input."""
     ahead: OutputsAhead | None = None
     place: int
     """Place of the layer among those with the same input."""
@@ -152,7 +157,8 @@ class Fused(nn.Module, lora.LoraLayer):
         out, *of_others = _outputs(x, [(self, adapter), *others])
         if of_others:
             assert self.ahead is not None
-            self.ahead.put(x, of_others)
+            places = [layer.place for layer, _ in others]
+            self.ahead.put(x, dict(zip(places, of_others, strict=True)))
         return out
 
     def _adapter(self, x: Tensor) -> str | None:
