@@ -24,8 +24,11 @@ kernels of mamba_ssm or without (transformers 5.24)."""
 _CHANGED_FROM_OUTSIDE = {
     "classifier": frozenset({"longcat_flash"}),
     "prediction_coefs": frozenset({"gemma3n", "gemma3n_text"}),
+    "weights_proj": frozenset({"dots3_note", "dots3_note_text", "hy_v4"}),
+    "message_gate.down_proj": frozenset({"inkling2_loop", "inkling2_loop_text"}),
 }
-"""The same for layers whose weight it casts or clamps; an adapter on them is computed."""
+"""The same for layers whose weight it casts or clamps, or to whose dtype it casts their inputs; an adapter on them is
+computed."""
 _ROUTERS = {"router": frozenset({"llama4", "llama4_text", "phimoe"})}
 """The same for routers that are derived from ``nn.Linear``; they return more than a product (transformers 5.24)."""
 

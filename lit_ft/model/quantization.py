@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.internals.bitsandbytes_internals import keep_scales, without_repacking
+from lit_callbacks.internals.bitsandbytes_internals import keep_scales, without_faults
 from peft import PeftConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -197,7 +197,7 @@ def prepare_for_training(model: PreTrainedModel) -> None:
     Raises:
         RecipeError: a kind of layer passes no gradients, or wrong ones.
     """
-    without_repacking(model)
+    without_faults(model)
     if not is_quantized(model):
         return
     keep_scales(model)

@@ -10,6 +10,8 @@ import pytest
 import quantized_checkpoints
 import torch
 from architectures import save_model
+from lit_callbacks.export.merge_check import logits_of
+from lit_callbacks.internals.transformers_internals import dequantize
 from one_process import Losses
 from peft import LoraConfig
 from quantized_checkpoints import dense_of, give_adapter
@@ -24,11 +26,14 @@ from transformers import (
     QuantoConfig,
 )
 
+from benchmarks.model_comparison import ARCHITECTURES
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import trainable_shapes
 from lit_ft.cli import main
+from lit_ft.model.isolation.architectures import COMPARED
 from lit_ft.model.quantization import check_gradient, reading_options
+from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, pack_samples
 
 pytestmark = pytest.mark.slow
@@ -355,6 +360,31 @@ def test_weights_that_a_model_reads_are_not_packed(
     assert any(type(p).__name__ == "Params4bit" for p in module.parameters())
     assert module.base_model.lm_head.weight.dtype == torch.float32
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
+
+
+NOT_ALONE = {"emu3", "falcon", "gemma3n", "llama4", "llama4_text"}
+"""Architectures whose tiny config is a part's, whose layers are not packed, that need a package, or have no eager
+attention here."""
+
+
+@pytest.mark.parametrize("name", sorted((COMPARED & set(ARCHITECTURES)) - NOT_ALONE))
+def test_an_architecture_in_4_bits_computes_what_its_dense_weights_do(name: str, tmp_path: Path) -> None:
+    """Some cast the inputs of a linear layer to the dtype of its weights (dots3_note, hy_v4)."""
+    AutoModelForCausalLM.from_config(tiny_config(name)).save_pretrained(tmp_path)
+    base = ModelSpec(str(tmp_path), "", attn_implementation="eager", quantization=four_bit()).build().eval()
+    assert any(type(layer).__name__ == "Linear4bit" for layer in base.modules())
+    ids = [torch.arange(5, 45)[None]]
+    got = logits_of(base, ids)
+    torch.testing.assert_close(got, logits_of(dequantize(base, torch.float32).eval(), ids), atol=1e-5, rtol=1e-5)
+
+
+def test_latent_attention_in_8_bits_computes_in_evaluation(tmp_path: Path) -> None:
+    """Its inputs have four dimensions."""
+    AutoModelForCausalLM.from_config(tiny_config("deepseek_v2")).save_pretrained(tmp_path)
+    base = ModelSpec(str(tmp_path), "", attn_implementation="eager", quantization=REQUESTED["int8"]()).build()
+    ids = [torch.arange(5, 26)[None]]
+    trained, got = logits_of(base.train(), ids), logits_of(base.eval(), ids)
+    assert (got - trained).norm() < 0.05 * trained.norm()  # activations are rounded to 8 bits in evaluation
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao float8", "quanto int8"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_callbacks.distributed.gather import persistent_buffers
 from lit_callbacks.export.weight_files import opened
-from lit_callbacks.internals.bitsandbytes_internals import without_repacking
+from lit_callbacks.internals.bitsandbytes_internals import without_faults
 from lit_callbacks.internals.transformers_internals import is_quantized, ties_embeddings
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def read_back(folder: Path, layout: Layout) -> "PreTrainedModel":
     _fail_if(wrong)
     if layout.is_tied:
         _check_head(model)
-    without_repacking(model)
+    without_faults(model)
     return model
 
 

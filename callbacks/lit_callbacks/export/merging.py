@@ -32,7 +32,7 @@ from lit_callbacks.export.merge_check import (
     share_lost,
     skeleton,
 )
-from lit_callbacks.internals.bitsandbytes_internals import without_repacking
+from lit_callbacks.internals.bitsandbytes_internals import without_faults
 from lit_callbacks.internals.transformers_internals import (
     attention_implementation,
     dequantize,
@@ -283,7 +283,7 @@ def _write_merged(
     quantized_base: str | None,
 ) -> None:
     trained = _copy_on_cpu(model).eval()
-    without_repacking(trained)
+    without_faults(trained)
     base = trained.get_base_model()
     if attention_implementation(base.config) not in ("eager", "sdpa"):
         # Others may need an accelerator, or arguments of the training loop.

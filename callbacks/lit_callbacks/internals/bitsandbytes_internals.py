@@ -1,18 +1,36 @@
 """Private API of bitsandbytes."""
 
+from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
-def without_repacking(model: nn.Module) -> None:
-    """Keep 4-bit weights as they are: bitsandbytes repacks them in place in evaluation, on CPUs with AVX512-BF16.
+def without_faults(model: nn.Module) -> None:
+    """Let bitsandbytes' layers compute in evaluation what they compute in training; other layers stay as they are.
 
-    Repacked weights have scales in bf16, 0.2 % off. Training goes wrong with them, and a merge keeps the error.
+    On CPUs with AVX512-BF16 it repacks 4-bit weights in place. Repacked weights have scales in bf16, 0.2 % off:
+    training goes wrong with them, and a merge keeps the error. Kernels of 8-bit layers take matrices, and bitsandbytes
+    (0.50) makes one of inputs of three dimensions, but not of the four that latent attention has.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        if hasattr(module, "init_8bit_state") and not isinstance(module, _OfAnyShape):
+            module.__class__ = _of_any_shape(type(module))
+
+
+class _OfAnyShape:
+    """Part of a class of 8-bit layers that makes a matrix of its inputs, ``(..., I)``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x.reshape(-1, x.shape[-1]))  # type: ignore[misc]
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+@cache
+def _of_any_shape(layer_class: Any) -> type[nn.Module]:
+    return type(layer_class.__name__, (_OfAnyShape, layer_class), {})
 
 
 def keep_scales(model: nn.Module) -> None:

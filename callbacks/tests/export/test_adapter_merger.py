@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lit_callbacks import AdapterMerger
 from lit_callbacks.export.merging import find_models, save_merged, unsplit
-from lit_callbacks.internals.bitsandbytes_internals import without_repacking
+from lit_callbacks.internals.bitsandbytes_internals import without_faults
 from plain_modules import VOCABULARY, make_trainer, texts
 from ranks import on_ranks
 
@@ -218,7 +218,7 @@ def test_an_adapter_with_a_name_is_merged_into_a_quantized_base(tmp_path: Path) 
     save_merged(model, tmp_path / "merged", quantized_base="dequantize")
     ids = torch.arange(6)[None]
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    without_repacking(model)
+    without_faults(model)
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lit_callbacks.export.merging import save_merged
-from lit_callbacks.internals.bitsandbytes_internals import without_repacking
+from lit_callbacks.internals.bitsandbytes_internals import without_faults
 from safetensors.torch import load_file
 
 transformers = pytest.importorskip("transformers")
@@ -72,7 +72,7 @@ def test_an_adapter_is_merged_into_a_quantized_gpt2(tmp_path: Path) -> None:
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
     in_4_bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=in_4_bits)
-    without_repacking(base)
+    without_faults(base)
     model = peft.get_peft_model(
         base, peft.LoraConfig(target_modules=["c_attn", "c_fc"], init_lora_weights=False)
     ).eval()
