@@ -17,7 +17,8 @@ def without_faults(model: nn.Module) -> None:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
         if hasattr(module, "init_8bit_state") and not isinstance(module, _OfAnyShape):
-            module.__class__ = _of_any_shape(type(module))
+            kind: Any = type(module)
+            module.__class__ = _of_any_shape(kind)
 
 
 class _OfAnyShape:
