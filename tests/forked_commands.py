@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn
 import preloading  # noqa: F401  # before the fork
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from ranks import end_with_parent
+from ranks import end_with_parent, renew_thread_pool
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 COLD_POPEN = subprocess.Popen
@@ -181,6 +181,7 @@ forked_subprocess = SimpleNamespace(Popen=_start_forked_module, TimeoutExpired=s
 def _run(module: str, arguments: list[str]) -> NoReturn:
     """Run the module in this fork as ``python -m`` does in a new process, and end the fork."""
     gc.freeze()
+    renew_thread_pool()
     if not torch.cuda.is_available():  # torch's build for CUDA bars forks of a process that has looked for devices
         torch.cuda._is_in_bad_fork = lambda: False
     atexit._clear()  # remove the handlers of the test process; there is no public way

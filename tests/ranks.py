@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import seed_everything
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
@@ -35,6 +36,11 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def renew_thread_pool() -> None:
+    """Make torch's pool of threads anew in a fork; threads that each did so at once would find none."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def end_with_parent(parent: int) -> None:
@@ -202,6 +208,7 @@ def _fork(rank: int, world: int, local: int, port: int, run: Callable[[], None])
         # A collection would visit, and so copy, all memory that this process shares with its parent.
         gc.freeze()
         end_with_parent(parent)
+        renew_thread_pool()
         distributed_c10d.ProcessGroupGloo = OneThread  # type: ignore[misc]
         # DTensor looks up the lines of the whole call stack for each operator and shape that it meets first.
         sys.tracebacklimit = 1

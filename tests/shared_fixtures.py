@@ -22,6 +22,7 @@ from torch import distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.workload import train_tokenizer
+from lit_ft.recipe import allowed_code
 
 with contextlib.suppress(ImportError):
     # Before a test captures output: DeepSpeed speaks when it is imported, and its log stays with that stream.
@@ -142,11 +143,17 @@ def make_model(folder: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _ends_its_process_group() -> Iterator[None]:
-    """End the process group that a trainer of one process leaves: in forks of later tests it would wait for threads."""
+def _leaves_no_state() -> Iterator[None]:
+    """End the process group that a trainer of one process leaves, and take back what ``--allow_code`` has allowed.
+
+    In forks of later tests the group would wait for threads that they do not have.
+    """
+    allowed = os.environ.get(allowed_code.VARIABLE)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    if allowed is None:
+        os.environ.pop(allowed_code.VARIABLE, None)
 
 
 @pytest.fixture(scope="session")

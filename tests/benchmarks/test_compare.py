@@ -121,9 +121,9 @@ def test_environment_that_failed_says_why(tmp_path: Path) -> None:
 
 def test_peak_is_of_matrix_products() -> None:
     measured = peaks(SHAPES["tiny"], tokens=64, supervised=16, device="cpu", seconds=0.01)
-    # More than one core of 1995 and less than a thousand of today's: a unit gone wrong is a thousandfold.
-    assert 1e8 < measured["streamed_flops_per_second"] < 1e15
-    assert 1e8 < measured["flops_per_second"] < 1e15
+    # More than a core of 1995 on a busy day and less than a thousand of today's: a unit gone wrong is a thousandfold.
+    assert 1e7 < measured["streamed_flops_per_second"] < 1e15
+    assert 1e7 < measured["flops_per_second"] < 1e15
 
 
 @pytest.mark.slow

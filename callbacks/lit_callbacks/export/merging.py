@@ -243,7 +243,7 @@ def save_merged(
             _write_merged(model, save, temporary, tokenizer, dtype, quantized_base)
         else:
             layout = Layout.of(model)
-            saved = model if dtype in (None, model.dtype) else _cast(_copy_on_cpu(model), dtype)
+            saved = model if dtype in (None, model.dtype) else _cast(copy_on_cpu(model), dtype)
             save(saved)
             check_same(read_back(temporary, layout.saved_as(saved)), saved)
         add_files(temporary, files, base, tokenizer, text_only)
@@ -282,7 +282,7 @@ def _write_merged(
     dtype: torch.dtype | None,
     quantized_base: str | None,
 ) -> None:
-    trained = _copy_on_cpu(model).eval()
+    trained = copy_on_cpu(model).eval()
     without_faults(trained)
     base = trained.get_base_model()
     if attention_implementation(base.config) not in ("eager", "sdpa"):
@@ -328,7 +328,7 @@ def _write_merged(
     rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
 
 
-def _copy_on_cpu(model: _Model) -> _Model:
+def copy_on_cpu(model: _Model) -> _Model:
     """Copy a model without a second one in a GPU's memory: only quantized weights are copied there first."""
     memo: dict[int, Any] = {id(buffer): buffer.to("cpu", copy=True) for buffer in model.buffers()}
     for module in model.modules():  # RecurrentGemma keeps the states of its last pass, which no copy can be made of
