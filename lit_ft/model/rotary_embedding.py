@@ -32,6 +32,20 @@ def depends_on_length(module: nn.Module) -> bool:
     return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
 
 
+def rotated_width(model: nn.Module) -> int:
+    """Number of a head's dimensions that a model's first rotary embedding has a cosine for; 0 without one.
+
+    Where it rotates pairs of dimensions as complex numbers, there is one for each pair.
+    """
+    for module in model.modules():
+        if kinds := rope_types(module):
+            x, positions = torch.zeros(2, 1, 1, dtype=torch.long, device=next(module.buffers()).device)
+            of_layers = () if "" in kinds else (next(iter(kinds)).removesuffix("_"),)
+            width: int = module(x, positions, *of_layers)[0].shape[-1]
+            return width
+    return 0
+
+
 def keep_samples_apart(model: nn.Module) -> None:
     """Make a model's rotary embeddings compute each sample of a packed batch with the frequencies that it has alone."""
     for module in model.modules():

@@ -23,8 +23,10 @@ from lit_ft.errors import RecipeError, explained
 from lit_ft.internals.peft import around_each_layer, return_dtypes_of_inputs
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
+from lit_ft.model.loading import decoder_layers
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.model.quantization import LinearLayer
+from lit_ft.model.rotary_embedding import rotated_width
 from lit_ft.tuning import compatibility, prompt_learning
 from lit_ft.tuning.lora_init import changes_biases
 from lit_ft.tuning.targets import all_linear, experts
@@ -336,14 +338,22 @@ def adapt_to_architecture(model: PreTrainedModel, peft: PeftConfig) -> None:
     kind = model.config.model_type
     if peft.peft_type.value != "ADAPTION_PROMPT" or kind in TRANSFORMERS_MODEL_CONFIG:
         return
+    if why := _unlike_llama(model):
+        raise RecipeError(f"model.peft: LLaMA-Adapter does not fit {type(model).__name__}: {why}; take peft.LoraConfig")
+    TRANSFORMERS_MODEL_CONFIG[kind] = TRANSFORMERS_MODEL_CONFIG["llama"]
+
+
+def _unlike_llama(model: PreTrainedModel) -> str | None:
+    """What LLaMA-Adapter, as PEFT computes it, does not fit in the attention of a model; None if it fits."""
     config = model.config.get_text_config()
-    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    parts = [dict(layer.named_children()) for layer in decoder_layers(model)]
+    attentions = [part["self_attn"] for part in parts if "self_attn" in part]
+    names = set.intersection(*({name for name, _ in attention.named_children()} for attention in attentions or [model]))
+    if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= names or "q_norm" in names:
+        return "its attention is not built like Llama's (self_attn with q_proj, k_proj, v_proj and o_proj, no q_norm)"
     width = Architecture.of(config).head_dim
-    if not {"self_attn", "q_proj", "k_proj", "v_proj", "o_proj"} <= names or "q_norm" in names:
-        why = "its attention is not built like Llama's (self_attn with q_proj, k_proj, v_proj and o_proj, no q_norm)"
-    elif width * config.num_attention_heads != config.hidden_size:
-        why = f"its {config.num_attention_heads} heads of {width} are not its hidden size of {config.hidden_size}"
-    else:
-        TRANSFORMERS_MODEL_CONFIG[kind] = TRANSFORMERS_MODEL_CONFIG["llama"]
-        return
-    raise RecipeError(f"model.peft: LLaMA-Adapter does not fit {type(model).__name__}: {why}; take peft.LoraConfig")
+    if width * config.num_attention_heads != config.hidden_size:
+        return f"its {config.num_attention_heads} heads of {width} are not its hidden size of {config.hidden_size}"
+    if rotated_width(model) != width:
+        return "its attention does not rotate all of each query, as Llama's does"
+    return None

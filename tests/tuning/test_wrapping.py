@@ -9,6 +9,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from tuning_methods import METHODS, PARAMETERS, TOKENS
 
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import RecipeError
 from lit_ft.checkpointing.storage.checkpoint_io import trainable_shapes
 from lit_ft.tuning.lora_init import needs_init
@@ -95,3 +96,24 @@ def test_a_negative_token_id_is_refused(model_folder: str, rows: list[int] | dic
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     with pytest.raises(RecipeError, match="^model.peft: trainable_token_indices has -1; token ids are 0 or more"):
         add_peft(base, LoraConfig(target_modules=["q_proj"], trainable_token_indices=rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("glm", "does not rotate all of each query"),
+        ("gpt_oss", "does not rotate all of each query"),
+        ("mimo_v2_flash", "does not rotate all of each query"),
+        ("granitemoehybrid", "does not rotate all of each query"),  # nor any of it
+        ("phi4_multimodal", "is not built like Llama's"),  # that of its encoders is
+    ],
+)
+def test_llama_adapter_is_refused_where_attention_is_not_llamas(name: str, why: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(name))
+    with pytest.raises(RecipeError, match=f"LLaMA-Adapter does not fit {type(model).__name__}: its .*{why}"):
+        add_peft(model, METHODS["LLaMA-Adapter"])
+
+
+@pytest.mark.parametrize("name", ["mistral", "cohere_compass_text"])
+def test_llama_adapter_fits_other_attention_like_llamas(name: str) -> None:
+    assert add_peft(AutoModelForCausalLM.from_config(tiny_config(name)), METHODS["LLaMA-Adapter"])

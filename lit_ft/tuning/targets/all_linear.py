@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import all_linear_layers, names_read_otherwise, refuses_target
-from lit_ft.model.architecture import read_from_outside
+from lit_ft.model.architecture import linear_routers, read_from_outside
 from lit_ft.model.quantization import LinearLayer, linear_modules
 from lit_ft.tuning.targets import unreached
 
@@ -37,7 +37,8 @@ def leave_out(model: PreTrainedModel, peft: PeftConfig, shared: Mapping[str, str
     if options.get("target_modules") != "all-linear":
         return
     names: list[str] = []
-    for left_out, what in (_unread(model, peft), _unreached(model), _sharing(shared), _lost(model, peft)):
+    reasons = _unread(model, peft), _routers(model, peft), _unreached(model), _sharing(shared), _lost(model, peft)
+    for left_out, what in reasons:
         if left_out:
             rank_zero_info(f"model.peft: all-linear leaves out {what}")
             names += left_out
@@ -69,6 +70,12 @@ def _unread(model: PreTrainedModel, peft: PeftConfig) -> tuple[list[str], str]:
         if name in of_groups or refuses_target(peft, model, name) or name in from_outside
     )
     return unread, f"{', '.join(unread)}, whose weights {type(model).__name__} reads without an adapter"
+
+
+def _routers(model: PreTrainedModel, peft: PeftConfig) -> tuple[list[str], str]:
+    """Last names of linear layers that return more than a product, and what they are; LoRA leaves out all routers."""
+    names = set() if isinstance(peft, LoraConfig) else linear_routers(model.config)
+    return sorted(names), f"{', '.join(sorted(names))}, which returns more than a product"
 
 
 def _unreached(model: PreTrainedModel) -> tuple[list[str], str]:

@@ -167,6 +167,12 @@ def test_a_layer_of_groups_is_adapted_as_a_parameter_by_lora_and_left_out_by_oth
         add_peft(model, LoHaConfig(r=2, target_modules=["o_a_proj", "q_a_proj"]))
 
 
+def test_all_linear_leaves_out_a_router_that_returns_more_than_a_product(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    assert "router" not in adapted("phimoe", method=LoHaConfig)
+    assert "all-linear leaves out router, which returns more than a product" in caplog.text
+
+
 @pytest.mark.parametrize("method", [LoraConfig, VeraConfig, RandLoraConfig])
 def test_all_linear_leaves_out_what_chooses_tokens(method: type[PeftConfig], caplog: pytest.LogCaptureFixture) -> None:
     """By ``exclude_modules``, which the configs of VeRA and RandLoRA lack."""
