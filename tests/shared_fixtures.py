@@ -142,18 +142,25 @@ def make_model(folder: Path) -> str:
     return str(folder)
 
 
+OF_RUNS = (allowed_code.VARIABLE, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Environment variables that commands, launchers and DeepSpeed set for the rest of their process."""
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_state() -> Iterator[None]:
-    """End the process group that a trainer of one process leaves, and take back what ``--allow_code`` has allowed.
+    """End the process group that a trainer of one process leaves, and take back what it has set in the environment.
 
     In forks of later tests the group would wait for threads that they do not have.
     """
-    allowed = os.environ.get(allowed_code.VARIABLE)
+    before = {name: os.environ.get(name) for name in OF_RUNS}
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    if allowed is None:
-        os.environ.pop(allowed_code.VARIABLE, None)
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
