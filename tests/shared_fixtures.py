@@ -144,6 +144,7 @@ def make_model(folder: Path) -> str:
 
 OF_RUNS = (allowed_code.VARIABLE, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that commands, launchers and DeepSpeed set for the rest of their process."""
+_AT_START = {name: os.environ[name] for name in OF_RUNS if name in os.environ}
 
 
 @pytest.fixture(autouse=True)
@@ -152,15 +153,12 @@ def _leaves_no_state() -> Iterator[None]:
 
     In forks of later tests the group would wait for threads that they do not have.
     """
-    before = {name: os.environ.get(name) for name in OF_RUNS}
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    for name in OF_RUNS:
+        os.environ.pop(name, None)
+    os.environ.update(_AT_START)
 
 
 @pytest.fixture(scope="session")
