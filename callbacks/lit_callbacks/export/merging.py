@@ -306,7 +306,11 @@ def _write_merged(
     mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
     del base, trained, merged  # free their memory for the model that is read back
 
-    again = read_back(folder, layout)
+    try:
+        again = read_back(folder, layout)
+    except MergeFailed as failed:  # transformers does not read quantized weights of all architectures from their files
+        advice = ". Dequantize the base, or use the adapter on it" if quantized_base == "keep" else ""
+        raise MergeFailed(f"{failed}{advice}") from failed
     check_buffers(again, buffers)
     experts = check_changes(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)

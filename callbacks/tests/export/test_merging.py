@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lit_callbacks.export.merge_check import MergeFailed
 from lit_callbacks.export.merging import save_merged
 from lit_callbacks.internals.bitsandbytes_internals import without_faults
 from safetensors.torch import load_file
@@ -80,6 +81,19 @@ def test_an_adapter_is_merged_into_a_quantized_gpt2(tmp_path: Path) -> None:
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.arange(6)[None]
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_quantized_weights_that_transformers_does_not_read_back_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "head_dim": 16}
+    config = transformers.Llama4TextConfig(vocab_size=64, **sizes, num_local_experts=2, pad_token_id=0)
+    transformers.Llama4ForCausalLM(config).save_pretrained(tmp_path / "base")
+    in_4_bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=in_4_bits)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    with pytest.raises(MergeFailed, match="do not load: .* nothing was written. Dequantize the base, or use the adap"):
+        save_merged(model, tmp_path / "merged", quantized_base="keep")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_model_that_keeps_the_states_of_its_last_pass_is_merged(tmp_path: Path) -> None:
