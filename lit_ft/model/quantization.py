@@ -168,7 +168,7 @@ def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMi
 def _with_exceptions(quantization: QuantizationConfigMixin, config: PretrainedConfig) -> QuantizationConfigMixin:
     """The quantization without layers that have to stay dense; a copy if there are any."""
     if isinstance(quantization, BitsAndBytesConfig):  # leaves classes derived from nn.Linear dense itself
-        option, names, reason = "llm_int8_skip_modules", not_to_pack(config), "whose weights, or their dtype, the code of the model reads"
+        option, names, reason = "llm_int8_skip_modules", not_to_pack(config), "whose weights the model reads itself"
         patterns = names
     else:
         option, names, reason = "modules_to_not_convert", linear_routers(config), "which returns more than a product"
