@@ -5,6 +5,7 @@ is given, and keeps those of ``dynamic`` for later calls. In a packed batch of s
 change the frequencies of all others, and those of later packed batches.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -39,9 +40,10 @@ def rotated_width(model: nn.Module) -> int:
     """
     for module in model.modules():
         if kinds := rope_types(module):
-            x, positions = torch.zeros(2, 1, 1, dtype=torch.long, device=next(module.buffers()).device)
+            x, positions = torch.zeros(2, 1, 1, dtype=torch.long, device="cpu")
             of_layers = () if "" in kinds else (next(iter(kinds)).removesuffix("_"),)
-            width: int = module(x, positions, *of_layers)[0].shape[-1]
+            copied = copy.deepcopy(module).to_empty(device="cpu")  # dynamic frequencies read positions: not on meta
+            width: int = copied(x, positions, *of_layers)[0].shape[-1]
             return width
     return 0
 

@@ -114,6 +114,9 @@ def test_llama_adapter_is_refused_where_attention_is_not_llamas(name: str, why: 
         add_peft(model, METHODS["LLaMA-Adapter"])
 
 
-@pytest.mark.parametrize("name", ["mistral", "cohere_compass_text"])
-def test_llama_adapter_fits_other_attention_like_llamas(name: str) -> None:
-    assert add_peft(AutoModelForCausalLM.from_config(tiny_config(name)), METHODS["LLaMA-Adapter"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["mistral", "cohere_compass_text", "qwen2"])
+def test_llama_adapter_fits_other_attention_like_llamas(name: str, device: str) -> None:
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}} if name == "qwen2" else {}
+    model = AutoModelForCausalLM.from_config(tiny_config(name, **dynamic)).to(device)
+    assert add_peft(model, METHODS["LLaMA-Adapter"])

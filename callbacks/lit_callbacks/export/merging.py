@@ -19,6 +19,7 @@ from lit_callbacks.export.merge_check import (
     DEQUANTIZED_BOUND,
     Layout,
     MergeFailed,
+    MergeReport,
     check_buffers,
     check_changes,
     check_kept,
@@ -306,22 +307,12 @@ def _write_merged(
     mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
     del base, trained, merged  # free their memory for the model that is read back
 
-    try:
-        again = read_back(folder, layout)
-    except MergeFailed as failed:  # transformers does not read quantized weights of all architectures from their files
-        advice = ". Dequantize the base, or use the adapter on it" if quantized_base == "keep" else ""
-        raise MergeFailed(f"{failed}{advice}") from failed
+    again = _read_quantized(folder, layout) if quantized_base == "keep" else read_back(folder, layout)
     check_buffers(again, buffers)
     experts = check_changes(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)
     if quantized_base is None:
-        tolerance = BOUNDS.get(merged_dtype, BOUNDS[torch.float32])
-        is_rounded = merged_dtype in (torch.float16, torch.bfloat16)
-        report = (
-            compare_rounded(expected, got, untrained, tolerance)
-            if is_rounded
-            else compare_in_fp32(expected, got, tolerance)
-        )
+        report = _compare_dense(expected, got, untrained, merged_dtype)
         kept = f"; beyond the bound, and of what training did {share_lost(expected, got, untrained):.1%} is lost"
         rank_zero_info(
             f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}"
@@ -330,6 +321,21 @@ def _write_merged(
         return
     result = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
     rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
+
+
+def _read_quantized(folder: Path, layout: Layout) -> "PreTrainedModel":
+    """Read a merged model with quantized weights, which transformers does not for all architectures (5.24)."""
+    try:
+        return read_back(folder, layout)
+    except MergeFailed as failed:
+        raise MergeFailed(f"{failed}. Dequantize the base, or use the adapter on it") from failed
+
+
+def _compare_dense(expected: Tensor, got: Tensor, untrained: Tensor, dtype: torch.dtype) -> MergeReport:
+    tolerance = BOUNDS.get(dtype, BOUNDS[torch.float32])
+    if dtype in (torch.float16, torch.bfloat16):
+        return compare_rounded(expected, got, untrained, tolerance)
+    return compare_in_fp32(expected, got, tolerance)
 
 
 def copy_on_cpu(model: _Model) -> _Model:
