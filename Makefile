@@ -10,9 +10,9 @@ ENVIRONMENT = test -x $(RUN) || { $(PYTHON) -m venv $(VENV) && $(RUN) -m pip ins
 # Compiles what was installed, on all cores, as pip does on one; not large packages of which next to nothing is imported.
 # Some packages have files for newer Pythons, which fail.
 COMPILE = $(RUN) -m compileall -qq -j 0 -x '/(tests?|testing|transformers/models|fontTools|mypyc?|nltk|openai|pip|selenium|sklearn|sqlalchemy)/' $(VENV)/lib || true
-# Processes that run tests beside each other; 0 is the one that collects them. On two cores the third computes where
-# the others wait: for servers, pages and processes that are to stop.
-WORKERS ?= 3
+# Processes that run tests beside each other; 0 is the one that collects them. On two cores the third and the fourth
+# compute where others wait: for servers, pages and processes that are to stop.
+WORKERS ?= 4
 
 .PHONY: quickstart test test-lowest test-cuda tiny-qwen2 clean
 

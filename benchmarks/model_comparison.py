@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lit_callbacks.export.merging import copy_on_cpu
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -254,21 +253,30 @@ def _lora(full: Tiny, alone: PreTrainedModel) -> tuple[str, str]:
     verdict = _verdict(_without_rounding(tiny, model, reference))
     targets = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name in reference.gradients if ".lora_A" in name}
     # The product with a sum is rounded in another way than the sum of two products.
-    of_merged = _verdict(_merge_difference(model, 10 * TOLERANCE), 10 * TOLERANCE)
+    of_merged = _verdict(_merge_difference(tiny, model, 10 * TOLERANCE), 10 * TOLERANCE)
     return (f"{YES}, {len(targets)}" if verdict == YES else verdict), of_merged
 
 
-def _merge_difference(model: PeftModel, tolerance: float) -> float:
-    """Difference of a merge from the model; where it is too large, that in double precision, which is not rounding."""
-    found = float("inf")
-    for prepared in (copy_on_cpu, _in_double_precision):
-        plain = prepared(model)
-        with torch.no_grad():
-            before = _logits(plain)
-            found = _relative(_logits(plain.merge_and_unload(safe_merge=True)), before)
-        if found <= tolerance:
-            break
+def _merge_difference(tiny: Tiny, model: PeftModel, tolerance: float) -> float:
+    """Difference of a merge in place; where it is too large, that in double precision, which is not rounding.
+
+    Args:
+        tiny: the same model before the merge.
+        model: model as transformers and PEFT compute it.
+        tolerance: largest difference that is rounding.
+    """
+    found = _merged(model)
+    if found > tolerance:
+        before = _in_double_precision(tiny.reference())
+        assert isinstance(before, PeftModel)
+        found = _merged(before)
     return found
+
+
+def _merged(model: PeftModel) -> float:
+    with torch.no_grad():
+        before = _logits(model)
+        return _relative(_logits(model.merge_and_unload(safe_merge=True)), before)
 
 
 def _logits(model: nn.Module) -> Tensor:

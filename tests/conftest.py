@@ -9,7 +9,6 @@ import sys
 import tempfile
 
 import pytest
-import turns  # noqa: F401  # workers inherit the day
 
 if sys.platform == "linux":
     # A thread that wakes up does not interrupt another: gloo's would wait, busily, for a lock of the one it interrupts.

@@ -1,11 +1,10 @@
 """The LightningModule: a Hugging Face causal LM with any PEFT method, or trained in full.
 
-It knows no strategy. One rule holds everywhere: the loss of an optimizer step is the mean over the
-supervised tokens of all its micro-batches and ranks (``token_window.loss_weight``).
+It knows no strategy. What a step computes is in ``steps``.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import process
 from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
@@ -31,22 +29,22 @@ from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
 from lit_ft.model.isolation import architectures
 from lit_ft.model.loading import Dtype, Init
 from lit_ft.model.spec import ModelSpec
-from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
+from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.float32 import tensors
 from lit_ft.training.loss import cuda_graphs
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
-from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
-from lit_ft.training.optimizers.configure import configure_optimizers, match_options
+from lit_ft.training.metrics import ExpertLoad, StageMetrics
+from lit_ft.training.optimizers.configure import configure_optimizers, match_options, optimizer_and_schedules
 from lit_ft.training.optimizers.lost_steps import warn_of_lost_steps
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
 from lit_ft.training.steps.evaluation_steps import EvaluationStepsModule
-from lit_ft.training.steps.guarded_steps import GuardedStepsModule
 from lit_ft.training.steps.metric_schedules import MetricSchedulesModule
+from lit_ft.training.steps.training_steps import TrainingStepsModule
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.adapters import adapter_files
 from lit_ft.tuning.lora_init import LoraInitState
@@ -54,7 +52,7 @@ from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.targets import experts
 
 
-class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, MetricSchedulesModule, ScheduleFreeModule):
+class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, MetricSchedulesModule, ScheduleFreeModule):
     """Fine-tune a causal language model.
 
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, means over supervised tokens (train: of one optimizer
@@ -159,10 +157,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Metri
         """Of the whole model, once it is built."""
         self.expert_notes: list[str] = []
         """Lines about experts and routers, once the model is built; none for a dense model."""
-        self.record_losses: Callable[..., None] | None = None
-        """Takes ids, tokens' losses, tokens and sources of a batch's samples; ``lit_callbacks.LossLedger``'s."""
         self.train_metrics = StageMetrics(has_router_loss=router_aux_loss is not None)
-        self._window, self._bar_metrics = TokenWindow(), BarMetrics()
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
     # --- configure -------------------------------------------------------------------------------
@@ -232,38 +227,6 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Metri
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
         return self._packed.token_loss(hidden, batch)
 
-    def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Part of the step's token-mean loss; the batch is packed, or padded in Hugging Face's convention."""
-        packed, accumulate = as_packed_batch(batch), self.trainer.accumulate_grad_batches
-        self._window.enter(self.trainer, packed, batch_idx)
-        if packed["input_ids"].numel() == 0:
-            loss = torch.zeros((), device=self.device, requires_grad=True)
-        else:
-            process.seed_micro_batch(self.trainer, batch_idx)
-            result = self(packed)
-            self.train_metrics.add(result, packed)
-            if self.record_losses is not None and "sample_ids" in packed and process.leads_replica(self.trainer):
-                of_samples = packed["sample_targets"], packed["sample_sources"]
-                self.record_losses(packed["sample_ids"], result.per_token, *of_samples, per_token=True)
-            loss_sum = result.loss_sum + self._packed.take_router_loss(len(packed["targets"]), self.train_metrics)
-            loss = loss_sum * self._window.weight(self.trainer)
-        if batch_idx % accumulate == 0 and (term := method_hooks.regularization(self.model)) is not None:
-            loss = loss + accumulate * term  # once in an optimizer step, over whose micro-batches Lightning averages
-            self.log("train/regularization", term)
-        if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
-            self._log_step()
-        return loss
-
-    def _log_step(self) -> None:
-        loss = self.train_metrics.log(self, "train")
-        # A number would be copied to the device, for which the host waits.
-        rate = torch.as_tensor(self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float32)
-        self.log("train/learning_rate", rate)
-        self._bar_metrics.show(self.trainer, {"train/loss": loss, "train/learning_rate": rate})
-        if (padding := self._packed.take_padding_share()) is not None:
-            self.log("train/padding_share", torch.tensor(padding))
-        self._finite.watch(self.trainer, "train/loss", self._window.mean(loss))
-
     # --- optimize --------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -271,16 +234,9 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, GuardedStepsModule, Metri
         tensors.warn_of_rounded(self._packed.base)
         groups = self.lr_factors, self.no_weight_decay
         made = configure_optimizers(self, self.optimizer, self.lr_scheduler, *groups, self._state.shapes)
-        warn_of_lost_steps(
-            made if isinstance(made, torch.optim.Optimizer) else made["optimizer"], self.trainer.strategy
-        )
-        if isinstance(made, torch.optim.Optimizer):
-            self._state.name_parameters(made)
-        else:
-            schedule = made["lr_scheduler"]
-            self._state.name_parameters(
-                made["optimizer"], [schedule["scheduler"]] if isinstance(schedule, dict) else []
-            )
+        optimizer, schedules = optimizer_and_schedules(made)
+        warn_of_lost_steps(optimizer, self.trainer.strategy)
+        self._state.name_parameters(optimizer, schedules)
         return made
 
     def on_train_start(self) -> None:

@@ -1,12 +1,14 @@
 """``benchmarks.code_measures``: counts worked out by hand, and the limits that this repository keeps."""
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
 
 from benchmarks import code_measures
 from benchmarks.code_measures import measure, modules_named_after_their_subject
+from lit_ft import CausalLM
 
 CODE = '''from typing import Any
 
@@ -50,6 +52,9 @@ def test_this_repository_keeps_its_limits() -> None:
         assert found.most_side_by_side <= 12, found.fullest_folder
         assert found.long_functions <= 0.006 * found.functions
         assert found.documented == 1.0
+        assert found.any_per_thousand <= 12
+        assert found.probes_per_thousand < 3
+    assert len(inspect.getsource(CausalLM).splitlines()) <= 260
     named, count = modules_named_after_their_subject(
         code_measures.OUR_TESTS, [*code_measures.OURS, code_measures.BENCHMARKS]
     )

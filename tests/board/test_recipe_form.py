@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("nicegui", reason="the extra `board` is not installed")
-from turns import some_of
 
 from lit_ft.board.board import Board
 from lit_ft.board.command_line import fit_arguments
@@ -220,7 +219,7 @@ def test_recipes_without_a_model_are_fragments() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_of(FRAGMENTS))
+@pytest.mark.parametrize("name", FRAGMENTS)
 def test_a_fragment_on_top_is_a_second_config(
     parser: Any, schema: Schema, recipe: RecipeText, tmp_path: Path, name: str
 ) -> None:

@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from peft import LoraConfig
 from ranks import LiveRanks
 from torch import nn
-from turns import some_of
 
 from benchmarks.parallel.parallel_bytes import measure, save_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -160,17 +159,15 @@ SCHEDULE = "ZBVZeroBubble" if HAS_ZERO_BUBBLE else "Interleaved1F1B"
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("options", "model"),
-    some_of(
-        [
-            pytest.param({T: 2}, LORA, id="tensor"),
-            pytest.param({T: 2, "sequence_parallel": True}, {"gradient_checkpointing": True}, id="sequence"),
-            pytest.param({T: 2, "loss_parallel": False}, {}, id="whole_logits"),
-            pytest.param({P: 2, "schedule": SCHEDULE}, LORA, id="pipeline"),
-            pytest.param({P: 2, D: 2}, {}, id="pipeline_and_data"),
-            pytest.param({D: 2, T: 2}, LORA, id="data_and_tensor"),
-            pytest.param({C: 2, T: 2}, LORA, id="context"),
-        ]
-    ),
+    [
+        pytest.param({T: 2}, LORA, id="tensor"),
+        pytest.param({T: 2, "sequence_parallel": True}, {"gradient_checkpointing": True}, id="sequence"),
+        pytest.param({T: 2, "loss_parallel": False}, {}, id="whole_logits"),
+        pytest.param({P: 2, "schedule": SCHEDULE}, LORA, id="pipeline"),
+        pytest.param({P: 2, D: 2}, {}, id="pipeline_and_data"),
+        pytest.param({D: 2, T: 2}, LORA, id="data_and_tensor"),
+        pytest.param({C: 2, T: 2}, LORA, id="context"),
+    ],
 )
 def test_what_is_sent_is_what_the_formulas_say(
     live_ranks: LiveRanks, tmp_path: Path, options: dict[str, Any], model: dict[str, Any]

@@ -21,7 +21,7 @@ from model_families import FAMILIES, save_family
 from model_folders import shallow
 from ranks import on_ranks
 from safetensors.torch import load_file
-from turns import EVERY_CASE
+from sizes import FULL_SIZE
 
 from lit_ft.cli import main
 
@@ -66,16 +66,19 @@ REFUSED = {"liger": "needs a CUDA device"}
 """Fragments that say so where there is no GPU."""
 PACKAGE = {"wandb": "wandb", "mlflow": "mlflow", "litlogger": "litlogger", "comet": "comet_ml", "swanlab": "swanlab"}
 """Packages of the fragments for loggers; where one is installed, its fragment is parsed only: it wants an account."""
-INSTEAD = {"compile": ["--model.compile", "eager"], "eva": ["--model.peft.eva_config.tau", "0.9"]}
+INSTEAD = {
+    "compile": ["--model.compile", "eager", "--trainer.limit_val_batches", "0"],
+    "eva": ["--model.peft.eva_config.tau", "0.9"],
+}
 """The same without waiting for a C++ compiler (test_speed.py compares the numbers of compiled layers), and for
 directions that hardly change any more."""
 
 
 @pytest.fixture(scope="module")
 def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two of the four layers of the quickstart's model; with ``LIT_FT_EVERY_CASE=1`` all."""
+    """Two of the four layers of the quickstart's model; with ``LIT_FT_FULL_SIZE=1`` all."""
     model = REPOSITORY / "checkpoints" / "tiny-qwen2"
-    return str(model) if EVERY_CASE else shallow(model, tmp_path_factory.mktemp("models") / "tiny-qwen2", layers=2)
+    return str(model) if FULL_SIZE else shallow(model, tmp_path_factory.mktemp("models") / "tiny-qwen2", layers=2)
 
 
 ON_TOP = {
@@ -93,8 +96,8 @@ ON_TOP = {
     "qlora_loftq": "speed/activation_offload",
     "qlora_nf4": "speed/compile",
 }
-"""Fragments of a tuning method, and one each that runs on top of it; with ``LIT_FT_EVERY_CASE=1`` all run alone."""
-if EVERY_CASE:
+"""Fragments of a tuning method, and one each that runs on top of it; with ``LIT_FT_FULL_SIZE=1`` all run alone."""
+if FULL_SIZE:
     ON_TOP = {}
 
 
@@ -208,16 +211,16 @@ def test_pretraining_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_quickstart(tmp_path: Path) -> None:
-    """As a user runs it, but one epoch; with ``LIT_FT_EVERY_CASE=1`` all three."""
+    """As a user runs it, but one epoch; with ``LIT_FT_FULL_SIZE=1`` all three."""
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "lit_ft", "fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(run_dir)]
-    command += [] if EVERY_CASE else ["--trainer.max_epochs", "1"]
+    command += [] if FULL_SIZE else ["--trainer.max_epochs", "1"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     scores = re.findall(r"val/exact_match (before|after) training: ([\d.]+)%", done.stderr)
     assert [when for when, _ in scores] == ["before", "after"]
     assert float(scores[0][1]) < 5
-    assert float(scores[1][1]) > (80 if EVERY_CASE else 60)
+    assert float(scores[1][1]) > (80 if FULL_SIZE else 60)
     for name in ("adapter", "merged", "config.yaml"):
         assert (run_dir / name).exists()
     assert "next: python -m lit_ft predict" in done.stderr

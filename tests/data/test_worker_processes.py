@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 from command_line import ENVIRONMENT, recipe
 from forked_commands import ForkedCommand, session_members, wait_until
-from turns import some_of
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize(
     ("signals", "are_to_all", "is_training"),
-    some_of(
-        [
-            ((signal.SIGTERM,), True, True),  # as `timeout` and schedulers send it
-            ((signal.SIGTERM,), False, True),
-            ((signal.SIGINT, signal.SIGINT), True, True),  # as a terminal sends Ctrl-C
-            ((signal.SIGTERM,), True, False),
-            ((signal.SIGTERM,), False, False),
-        ]
-    ),
+    [
+        ((signal.SIGTERM,), True, True),  # as `timeout` and schedulers send it
+        ((signal.SIGTERM,), False, True),
+        ((signal.SIGINT, signal.SIGINT), True, True),  # as a terminal sends Ctrl-C
+        ((signal.SIGTERM,), True, False),
+        ((signal.SIGTERM,), False, False),
+    ],
 )
 def test_a_stopped_run_leaves_no_workers(
     tmp_path: Path,

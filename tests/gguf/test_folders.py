@@ -29,7 +29,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from turns import some_of
 
 from lit_ft.data.text.chat_template import BUILT_IN
 from lit_ft.errors import RecipeError
@@ -237,11 +236,11 @@ OTHERS: list[tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast], W
             "q8_0",
         ),
         (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}, chatml_tokenizer, "f32"),
-        *((AutoModelForCausalLM.from_config, CONFIG_MAPPING[kind], *rest) for kind, *rest in some_of(OTHERS)),
+        *((AutoModelForCausalLM.from_config, CONFIG_MAPPING[kind], *rest) for kind, *rest in OTHERS),
     ],
     ids=[
         *("llama3", "llama-bias", "mistral-sentencepiece", "qwen2-yarn", "qwen2-linear-q8_0", "qwen3"),
-        *(f"{kind}-{len(options)}-{weight_type}" for kind, options, _, weight_type in some_of(OTHERS)),
+        *(f"{kind}-{len(options)}-{weight_type}" for kind, options, _, weight_type in OTHERS),
     ],
 )
 def test_llama_cpp_computes_what_transformers_does(
@@ -265,7 +264,7 @@ def test_llama_cpp_computes_what_transformers_does(
     assert f"llama-server -m {file} --jinja" in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("kind", some_of(["qwen3_5_text", "llama", "phi3", "gemma3_text", "qwen2_moe"]))
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "llama", "phi3", "gemma3_text", "qwen2_moe"])
 def test_an_adapter_of_all_linear_layers(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
     options, tokenizer = next(

@@ -18,8 +18,8 @@ from lightning.pytorch import Callback
 from lit_callbacks import AdapterMerger
 from loops import Logged
 from safetensors.torch import load_file
+from sizes import FULL_SIZE
 from torture import CASES, Life, outcome, torture, write_recipe
-from turns import EVERY_CASE
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.checkpointing.selection import newest_good, position_of
@@ -259,7 +259,7 @@ def test_damage_is_said_and_the_checkpoint_before_it_resumed(tmp_path: Path, rec
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kills"),
-    [("one", 4), ("ddp", 3), ("fsdp folder", 3)] if EVERY_CASE else [("one", 1), ("ddp", 1), ("fsdp folder", 1)],
+    [("one", 4), ("ddp", 3), ("fsdp folder", 3)] if FULL_SIZE else [("one", 1), ("ddp", 1), ("fsdp folder", 1)],
 )
 def test_kills_lose_nothing(tmp_path: Path, recipe: Path, name: str, kills: int) -> None:
     import random

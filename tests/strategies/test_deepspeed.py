@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 from shared_fixtures import make_rows, record_difference
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
-from turns import in_turn, some_of
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -266,7 +265,7 @@ def test_experts_that_are_modules_compute_the_same_at_stage_3(fit_once: Any, fol
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", some_of(HALF, 3))
+@pytest.mark.parametrize("name", HALF)
 def test_half_precision(fit_once: Any, folders: Any, name: str) -> None:
     case = HALF[name]
     folder = folders(case.untied)
@@ -305,19 +304,10 @@ MOVES = [
 ]
 
 
-PAIRS = [("LoRA", sgd), ("full", adamw)], [("LoRA", adamw), ("full", sgd)]
-"""Ways to train and optimizers, of which a move to another strategy takes two in turn."""
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("before", "after", "way", "optimizer"),
-    [
-        pytest.param(*move, way, optimizer, id=f"{'-'.join(move)}-{way}-{optimizer.__name__}")
-        for move, pairs in in_turn(MOVES, PAIRS)
-        for way, optimizer in pairs
-    ],
-)
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_resumes(
     fit_once: Any,
     folders: Any,
@@ -395,13 +385,8 @@ def fit_and_answer(folder: str, strategy: Callable[[], Any], model: dict[str, An
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("untied", "way"),
-    [
-        pytest.param(untied, way, id=f"{'untied' if untied else 'tied'}-{way}")
-        for untied, way in in_turn([False, True], WAYS)
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
 def test_answers_adapter_and_merged_model_are_those_of_ddp(
     folders: Any, live_ranks: LiveRanks, tmp_path: Path, untied: bool, way: str
 ) -> None:

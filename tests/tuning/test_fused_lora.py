@@ -12,13 +12,13 @@ from lightning.pytorch import Callback
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from ranks import LiveRanks
+from sizes import FULL_SIZE
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
-from turns import EVERY_CASE
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import checkpointing
@@ -26,7 +26,7 @@ from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning.lora.fused_lora import Fused, FusedLinear, fuse
 
-IN_EVERY_CASE = pytest.mark.skipif(not EVERY_CASE, reason="25 s of a C++ compiler; LIT_FT_EVERY_CASE=1 runs it")
+IN_FULL_SIZE = pytest.mark.skipif(not FULL_SIZE, reason="25 s of a C++ compiler; LIT_FT_FULL_SIZE=1 runs it")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"lora_dropout": 0.3},
@@ -176,7 +176,7 @@ def test_selective_checkpointing_recomputes_no_large_product() -> None:
         ("plain", "aot_eager"),
         ("bias of B", "aot_eager"),
         ("bias of the base", "aot_eager"),
-        pytest.param("plain", "inductor", marks=IN_EVERY_CASE),
+        pytest.param("plain", "inductor", marks=IN_FULL_SIZE),
     ],
 )
 def test_compiles_as_one_graph(options: str, backend: str) -> None:
@@ -352,7 +352,7 @@ def test_layers_with_dropout_or_without_others_are_computed_alone(options: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=IN_EVERY_CASE)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=IN_FULL_SIZE)])
 def test_layers_with_the_same_input_are_in_one_graph(backend: str) -> None:
     model = fused(lora_block())
     torch._dynamo.reset()

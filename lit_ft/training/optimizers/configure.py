@@ -103,6 +103,14 @@ def configure_optimizers(
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+def optimizer_and_schedules(made: Optimizer | OptimizerLRSchedulerConfig) -> tuple[Optimizer, list[object]]:
+    """The optimizer and the schedules of what ``configure_optimizers`` returns."""
+    if isinstance(made, Optimizer):
+        return made, []
+    schedule = made["lr_scheduler"]
+    return made["optimizer"], [schedule["scheduler"] if isinstance(schedule, dict) else schedule]
+
+
 def _epochs_between_values(metric: str | None, module: LightningModule) -> int | None:
     """Epochs from one value of a schedule's metric to the next; None where no number of epochs tells."""
     return module.trainer.check_val_every_n_epoch if metric is not None and metric.startswith("val/") else 1

@@ -10,7 +10,6 @@ from one_process import Numbers, numbers
 from peft import LoraConfig
 from ranks import on_ranks
 from torch import nn
-from turns import some_of
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import offload
@@ -157,7 +156,7 @@ def test_offloading_says_where_it_is_of_no_use(
     assert "(cpu) lie in the host's memory anyway; copying them only costs time here" in caplog.text
 
 
-@pytest.mark.parametrize("checkpointing", some_of([True, False]))
+@pytest.mark.parametrize("checkpointing", [True, False])
 def test_compiled_layers_offload_too(
     copies: LateCopies, make_trainer: Any, model_folder: str, write_rows: Any, checkpointing: bool
 ) -> None:
