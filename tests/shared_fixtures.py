@@ -90,6 +90,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let no draw depend on the tests before."""
+    torch.manual_seed(0)
+
+
 _finished = itertools.count(1)
 
 

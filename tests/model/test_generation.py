@@ -254,6 +254,7 @@ def test_answers_do_not_depend_on_prompts_beside(name: str, tmp_path: Path, monk
     """Padding before a prompt changes what these models answer."""
     tiny_config(name, initializer_range=0.3).save_pretrained(tmp_path / name)
     make_tokenizer().save_pretrained(tmp_path / name)
+    torch.manual_seed(0)  # with others its answers repeat one token, with or without padding
     module = CausalLM(str(tmp_path / name), init="random")
     module.configure_model()
     for parameter in module.parameters():

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer import event_file_writer
 
 from lit_ft.run.folder import RunFolder
 from lit_ft.training.loggers import LitLogger, MetricsCSV, StepEvents, beside_defaults
@@ -98,7 +99,12 @@ def test_a_resumed_run_says_which_loggers_keep_what_is_logged_again(
     assert caplog.messages == [said] * is_said
 
 
-def test_tensorboard_shows_what_was_measured_at_the_end_of_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_tensorboard_shows_what_was_measured_at_the_end_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of a second and a process are read by the number of the writer as text: the tenth is before the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
     def run(resumed_step: int, rows: list[tuple[int, dict[str, float]]]) -> None:
         loggers = beside_defaults(None, RunFolder(tmp_path), resumed_step, None)
         for logger in loggers:
@@ -112,5 +118,4 @@ def test_tensorboard_shows_what_was_measured_at_the_end_of_a_run_that_goes_on(tm
     run(3, [(3, {"epoch": 0, "loss": 4.0})])  # step 4 was after the checkpoint
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("val/exact_match")] == [(2, 0.5)]
-    # Files of a second and a process are read by the number of the writer as text: the tenth is before the ninth.
     assert sorted((event.step, event.value) for event in events.Scalars("loss")) == [(1, 1.0), (2, 2.0), (3, 4.0)]
