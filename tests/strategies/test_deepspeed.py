@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from shared_fixtures import make_rows, record_difference
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
+from turns import in_turn
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -304,10 +305,19 @@ MOVES = [
 ]
 
 
+PAIRS = [("LoRA", sgd), ("full", adamw)], [("LoRA", adamw), ("full", sgd)]
+"""Ways to train and optimizers, of which a move to another strategy takes two in turn."""
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize(
+    ("before", "after", "way", "optimizer"),
+    [
+        pytest.param(*move, way, optimizer, id=f"{'-'.join(move)}-{way}-{optimizer.__name__}")
+        for move, pairs in in_turn(MOVES, PAIRS)
+        for way, optimizer in pairs
+    ],
+)
 def test_resumes(
     fit_once: Any,
     folders: Any,
@@ -385,8 +395,13 @@ def fit_and_answer(folder: str, strategy: Callable[[], Any], model: dict[str, An
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("untied", "way"),
+    [
+        pytest.param(untied, way, id=f"{'untied' if untied else 'tied'}-{way}")
+        for untied, way in in_turn([False, True], WAYS)
+    ],
+)
 def test_answers_adapter_and_merged_model_are_those_of_ddp(
     folders: Any, live_ranks: LiveRanks, tmp_path: Path, untied: bool, way: str
 ) -> None:

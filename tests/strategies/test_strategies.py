@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from ranks import LiveRanks
 from shared_fixtures import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from turns import in_turn
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import AnswerScores, CausalLM, RecipeError, TextDataModule
@@ -293,8 +294,10 @@ def stop_and_resume(
     return live_ranks(STRATEGIES.get(after, (1,))[0], fit, *common, rest, after, timeout=100)
 
 
-@pytest.mark.parametrize("way", ["full", "LoRA"])
-@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize(
+    ("before", "after", "way"),
+    [(*move, way) for move, way in in_turn(MOVES, ["full", "LoRA"])],
+)
 def test_a_run_goes_on_under_another_strategy(
     make_trainer: Any,
     model_folder: str,

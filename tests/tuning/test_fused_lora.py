@@ -12,13 +12,13 @@ from lightning.pytorch import Callback
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from ranks import LiveRanks
-from sizes import FULL_SIZE
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
+from turns import FULL_SIZE
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import checkpointing
