@@ -35,7 +35,6 @@ from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.float32 import tensors
 from lit_ft.training.loss import cuda_graphs
 from lit_ft.training.loss.router_loss import RouterAuxLoss
-from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import ExpertLoad, StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers, match_options, optimizer_and_schedules
 from lit_ft.training.optimizers.lost_steps import warn_of_lost_steps
@@ -299,4 +298,3 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
         super().on_load_checkpoint(checkpoint)
         is_fit = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         self._state.read(checkpoint, self._trainer if is_fit else None)
-        self._window = TokenWindow()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lit_ft import process
 from lit_ft.packed_batch import PackedBatch, as_packed_batch
+from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, StageMetrics
@@ -54,6 +55,11 @@ class TrainingStepsModule(GuardedStepsModule):
         if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
             self._log_step()
         return loss
+
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Count the tokens of the step that goes on anew."""
+        super().on_load_checkpoint(checkpoint)
+        self._window = TokenWindow()
 
     def _log_step(self) -> None:
         loss = self.train_metrics.log(self, "train")
