@@ -7,9 +7,10 @@ RUN    := $(VENV)/bin/python
 TORCH  ?= --torch-backend cpu
 # A new environment's pip may be years old, and take twice as long to read what versions there are.
 ENVIRONMENT = test -x $(RUN) || { $(PYTHON) -m venv $(VENV) && $(RUN) -m pip install -q --upgrade pip; }
-# Compiles what was installed, on all cores, as pip does on one; not large packages of which next to nothing is imported.
+# Compiles what was installed and this code, on all cores, as pip does on one; not large packages of which next to
+# nothing is imported.
 # Some packages have files for newer Pythons, which fail.
-COMPILE = $(RUN) -m compileall -qq -j 0 -x '/(tests?|testing|transformers/models|fontTools|mypyc?|nltk|openai|pip|selenium|sklearn|sqlalchemy)/' $(VENV)/lib || true
+COMPILE = $(RUN) -m compileall -qq -j 0 -x '/(tests?|testing|transformers/models|fontTools|mypyc?|nltk|openai|pip|selenium|sklearn|sqlalchemy)/' $(VENV)/lib lit_ft callbacks benchmarks || true
 # Processes that run tests beside each other; 0 is the one that collects them. On two cores the third and the fourth
 # compute where others wait: for servers, pages and processes that are to stop.
 WORKERS ?= 4

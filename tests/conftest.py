@@ -5,6 +5,7 @@ shared_fixtures.py has the rest; the process that hands tests to the workers of 
 
 import gc
 import os
+import shutil
 import sys
 import tempfile
 
@@ -32,3 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hands_out_tests = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not hands_out_tests:
         config.pluginmanager.import_plugin("shared_fixtures")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["LIT_FT_CACHE"], ignore_errors=True)

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis  # noqa: F401  # before all else, as it collects garbage when it is imported
 import pytest
 import torch
 import torch.utils.cpp_extension  # what every rank under DeepSpeed would import

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from loops import Outcome, Run, Stop, Stopped, plain_losses
+from model_folders import shallow
 from ranks import on_ranks
 from shared_fixtures import make_rows
 from torch.utils.data import DataLoader
@@ -23,8 +24,13 @@ from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def one_layer(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return shallow(Path(model_folder), tmp_path_factory.mktemp("models") / "one-layer", layers=1)
+
+
 @pytest.fixture
-def make_run(tmp_path: Path, model_folder: str) -> Callable[..., Run]:
+def make_run(tmp_path: Path, one_layer: str) -> Callable[..., Run]:
     def make(counts: tuple[int, ...] = (21,), **options: Any) -> Run:
         sources = []
         for number, count in enumerate(counts):
@@ -33,7 +39,7 @@ def make_run(tmp_path: Path, model_folder: str) -> Callable[..., Run]:
             sources.append((str(path), count))
         val_path = tmp_path / "val.json"
         val_path.write_text(json.dumps(make_rows(9, seed=9)))
-        return Run(model_folder, sources, str(val_path), **options)
+        return Run(**{"model": one_layer, "sources": sources, "val_path": str(val_path), **options})
 
     return make
 
@@ -167,8 +173,10 @@ def test_two_ranks_go_on_from_within_an_optimizer_step(make_run: Any, tmp_path: 
 @pytest.mark.parametrize(
     "strategy", [FSDPStrategy, partial(ModelParallelStrategy, pipeline_parallel_size=2)], ids=["fsdp", "pp2"]
 )
-def test_a_split_model_goes_on_from_within_an_optimizer_step(make_run: Any, tmp_path: Path, strategy: Any) -> None:
-    run = make_run(trainer=WINDOWS, ranks=2, strategy=strategy)
+def test_a_split_model_goes_on_from_within_an_optimizer_step(
+    make_run: Any, tmp_path: Path, model_folder: str, strategy: Any
+) -> None:
+    run = make_run(model=model_folder, trainer=WINDOWS, ranks=2, strategy=strategy)
 
     def compare() -> None:
         assert_resumed_equals(run, tmp_path, "validation", 1)

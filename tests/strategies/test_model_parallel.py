@@ -124,7 +124,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of 8 of 13 rows: the second of each epoch is short; then a validation of 5 rows.
+    """Steps of 8 of 13 rows: the second of each epoch is short; then a validation of 5 rows. By default one epoch.
 
     With the default lengths a packed batch has room for all of a step's rows.
     """
@@ -139,7 +139,7 @@ class Run:
     micro_batch_size: int = 4
     max_length: int = 96
     epochs: int = 2
-    steps: int = 3
+    steps: int = 3 if FULL_SIZE else 2
     resume: str | None = None
     save: str | None = None
     save_after: int | None = None
