@@ -46,7 +46,7 @@ from lit_ft.recipe.option_parser import in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.recipe.run_options import add_predict_options, add_run_options
-from lit_ft.recipe.trainer_checks import check_plugins, check_ranks, check_strategy, explained_trainer
+from lit_ft.recipe.trainer_checks import check_max_time, check_plugins, check_ranks, check_strategy, explained_trainer
 from lit_ft.run import choice, predictions
 from lit_ft.run.choice import RunChoice
 from lit_ft.run.folder import RunFolder
@@ -291,6 +291,7 @@ class TrainingCLI(LightningCLI):
         kwargs["default_root_dir"] = given.default_root_dir or os.path.realpath(folder.root)
         check_strategy(given.strategy)
         check_ranks(given.devices, given.accelerator)
+        check_max_time(given.max_time)
         with explained_trainer(str(given.accelerator)):
             trainer = super().instantiate_trainer(**kwargs)
         check_world_size(trainer.num_devices, trainer.num_nodes)

@@ -150,6 +150,25 @@ def _renamed(inputs: dict[str, object], old: str, new: str) -> dict[str, object]
     return {new if name == old else name: value for name, value in inputs.items()}
 
 
+def accept_inputs_of_any_shape(model: PeftModel) -> None:
+    """Let OFT and GraLoRA take inputs of linear layers that have four dimensions, as those of latent attention.
+
+    OFT takes these for images, and GraLoRA fails.
+    """
+    from peft.tuners.gralora import layer as gralora
+    from peft.tuners.oft import layer as oft
+
+    for layer in model.modules():
+        rotations = layer.oft_R.values() if isinstance(layer, oft.Linear) else ()
+        for one in (*rotations, *([layer] if isinstance(layer, gralora.Linear) else ())):
+            one.forward = MethodType(_on_vectors, one)
+
+
+def _on_vectors(module: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = type(module).forward(module, x.flatten(0, -2))
+    return output.view(*x.shape[:-1], output.shape[-1])
+
+
 def return_dtypes_of_inputs(model: PeftModel) -> None:
     """Let adapters on a base packed by bitsandbytes return the dtype of their inputs, as on a dense one.
 

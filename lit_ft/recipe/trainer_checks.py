@@ -21,6 +21,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.other_trainers import CLASSES
 from lit_ft.recipe.value_errors import shortened
+from lit_ft.run.time_limit import MaxTime, duration
 from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 
 
@@ -115,6 +116,23 @@ def check_ranks(devices: object, accelerator: object) -> None:
         )
 
 
+def check_max_time(limit: MaxTime) -> None:
+    """Refuse a limit within which no step can be taken.
+
+    Args:
+        limit: ``trainer.max_time``.
+
+    Raises:
+        RecipeError: the limit is no duration, or not above 0.
+    """
+    with explained_trainer("cpu"):
+        seconds = duration(limit)
+    if seconds is not None and seconds <= 0:
+        raise RecipeError(
+            f"trainer.max_time={limit} would train nothing; give days, hours, minutes and seconds, e.g. 00:12:00:00"
+        )
+
+
 def check_plugins(plugins: Iterable[object]) -> None:
     """Refuse saves in the background that remove a checkpoint before the next one is on the disk.
 
@@ -152,6 +170,7 @@ def check_trainer(options: Namespace) -> None:
     """
     given = {name: value for name, value in options.items() if name in _OF_ANY_MACHINE}
     check_strategy_name(options.strategy)
+    check_max_time(options.max_time)
     if isinstance(options.strategy, Namespace):
         module, _, name = options.strategy.class_path.rpartition(".")
         check_lightning_strategy(getattr(import_module(module), name))

@@ -4,13 +4,12 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.bounded_yaml import load_yaml
@@ -19,9 +18,8 @@ from lit_ft.checkpointing.storage import replacement
 from lit_ft.errors import RecipeError, explained
 from lit_ft.run.lock import LOCK, is_running, lock_run, unwritable
 from lit_ft.run.state import ended_by_time, finished_step
+from lit_ft.run.time_limit import MaxTime, duration
 
-MaxTime = str | timedelta | dict[str, int] | None
-"""Type of ``trainer.max_time``."""
 RUNS = Path("checkpoints/runs")
 LAST, BEST = "last", "best"
 """Names of a run's newest and best checkpoint, for ``--ckpt_path``."""
@@ -275,7 +273,7 @@ def _has_more_time(run: RunFolder, max_time: MaxTime) -> bool:
     """Whether a finished run ended by its ``trainer.max_time``, and a command gives it more."""
     if not ended_by_time(run.finished) or (before := run.recipe()["trainer"].get("max_time")) is None:
         return False
-    earlier, now = (Timer(duration=one).time_remaining() for one in (before, max_time))
+    earlier, now = duration(before), duration(max_time)
     return now is None or (earlier is not None and now > earlier)
 
 

@@ -4,7 +4,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TextIO
 
 from lightning.pytorch import LightningModule, Trainer
@@ -27,20 +28,30 @@ from rich.text import Text
 from torch import Tensor
 
 from lit_ft.accumulation import optimizer_steps
+from lit_ft.run.time_limit import time_left
 
 
 class StepTimes:
-    """Time that is left, from the steps that this process has taken and their time, validation included."""
+    """Time that is left, from the steps that this process has taken and their time, validation included.
 
-    def __init__(self, first_step: int, steps: float) -> None:
+    Where ``trainer.max_time`` leaves less, it is that.
+    """
+
+    def __init__(self, first_step: int, steps: float, limit: Callable[[], float | None] = lambda: None) -> None:
         """Begin to count.
 
         Args:
             first_step: optimizer steps that were taken before.
             steps: optimizer steps of the run; infinite or below 0 if time ends it.
+            limit: gives the seconds until time ends the run; None if it does not.
         """
-        self.first_step, self._began = first_step, time.perf_counter()
+        self.first_step, self._began, self._limit = first_step, time.perf_counter(), limit
         self.steps = steps if steps >= 0 else math.inf
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> "StepTimes":
+        """Begin to count at the step of a trainer that begins to train."""
+        return cls(trainer.global_step, optimizer_steps(trainer), partial(time_left, trainer))
 
     def seconds(self) -> float:
         """Seconds since the beginning."""
@@ -48,16 +59,16 @@ class StepTimes:
 
     def describe(self, step: int) -> str:
         """Text with the step, the run's number of steps and the time left, e.g. ``step 30 of 90, 2 min 5 s left``."""
-        if math.isinf(self.steps):
-            return f"step {step:,}"
-        return f"step {step:,} of {int(self.steps):,}{self.describe_left(step)}"
+        of_all = "" if math.isinf(self.steps) else f" of {int(self.steps):,}"
+        return f"step {step:,}{of_all}{self.describe_left(step)}"
 
     def describe_left(self, step: int) -> str:
         """Text with the time left after a comma; empty before the first step and after the last one."""
-        done = step - self.first_step
-        if done < 1 or math.isinf(self.steps) or step >= self.steps:
+        done, limit = step - self.first_step, self._limit()
+        if done < 1 or step >= self.steps:
             return ""
-        return f", {as_time(self.seconds() / done * (self.steps - step))} left"
+        left = min(self.seconds() / done * (self.steps - step), math.inf if limit is None else limit)
+        return "" if math.isinf(left) else f", {as_time(max(0.0, left))} left"
 
 
 def describe_metrics(metrics: Mapping[str, float | Tensor | str], stage: str) -> str:
@@ -183,7 +194,7 @@ class RunProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the bar of the run; a resumed one begins where it was."""
-        self._times = StepTimes(trainer.global_step, optimizer_steps(trainer))
+        self._times = StepTimes.of(trainer)
         self._steps = self._add("steps", self._times.steps, trainer.global_step)
 
     def on_train_batch_end(

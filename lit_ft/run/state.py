@@ -5,7 +5,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.internals.lightning_internals import attributes_of
@@ -15,6 +14,7 @@ from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
 from lit_ft.internals import lightning as lightning_internals
 from lit_ft.protocols import Checkpoint
 from lit_ft.run.lock import check_still_there
+from lit_ft.run.time_limit import time_left
 
 ENDED_BY, MAX_TIME = "ended_by", "max_time"
 """Key in the finished marker, and its value in a run that has ended before its last step."""
@@ -82,9 +82,8 @@ class RunState(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics that the earlier process may not have logged, and say how much of ``max_time`` is left."""
         self._log_what_was_not(trainer)
-        left = [seconds for timer in _timers(trainer) if (seconds := timer.time_remaining()) is not None]
-        if trainer.global_step and left:
-            time = timedelta(seconds=max(0, int(min(left))))
+        if trainer.global_step and (left := time_left(trainer)) is not None:
+            time = timedelta(seconds=max(0, int(left)))
             rank_zero_info(f"{time} is left of trainer.max_time, which counts earlier time of the run too")
 
     def _log_what_was_not(self, trainer: Trainer) -> None:
@@ -152,11 +151,7 @@ class RunState(Callback):
 
 
 def _time_is_over(trainer: Trainer) -> bool:
-    return any((one.time_remaining() or 1.0) < 0 for one in _timers(trainer))
-
-
-def _timers(trainer: Trainer) -> list[Timer]:
-    return [one for one in attributes_of(trainer).callbacks if isinstance(one, Timer)]
+    return (time_left(trainer) or 1.0) < 0
 
 
 def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:

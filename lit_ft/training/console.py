@@ -44,7 +44,7 @@ class ConsoleSummary(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print model, devices, number of steps and run folder."""
-        self._times = StepTimes(trainer.global_step, optimizer_steps(trainer))
+        self._times = StepTimes.of(trainer)
         self._said, self._said_at = trainer.global_step, time.monotonic()
         if isinstance(pl_module, CausalLM):
             for line in (f"training {describe_model(pl_module)}", *pl_module.expert_notes):

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError, explained
-from lit_ft.internals.peft import around_each_layer, return_dtypes_of_inputs
+from lit_ft.internals.peft import accept_inputs_of_any_shape, around_each_layer, return_dtypes_of_inputs
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.loading import decoder_layers
@@ -78,6 +78,7 @@ def add_peft(
             "bias; set it to none"
         )
     all_linear.check_shared(wrapped, shared)
+    all_linear.check_wrapped(wrapped, peft.peft_type.value)
     all_linear.check_computed(wrapped, peft.peft_type.value)
     all_linear.check_loaded(wrapped)
     prompt_learning.check_embeddings(wrapped)
@@ -85,11 +86,12 @@ def add_peft(
 
 
 def _correct_layers(model: PeftModel) -> None:
-    """Correct the output's dtype on a packed base, and freeze the numbers of ranks of AdaLoRA.
+    """Correct shapes of inputs, and the output's dtype on a packed base, and freeze AdaLoRA's numbers of ranks.
 
     PEFT divides by these numbers and does not save them; a cast or a move to another device lets them train.
     """
     return_dtypes_of_inputs(model)
+    accept_inputs_of_any_shape(model)
     for layer in model.modules():
         if isinstance(layer, AdaLoraLayer):
             layer.ranknum.requires_grad_(False)

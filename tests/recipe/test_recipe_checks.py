@@ -206,6 +206,7 @@ CASES: dict[str, tuple[str, str]] = {
     "no scale": ("model: {peft: {init_args: {lora_alpha: 0}}}", "model.peft: lora_alpha=0 must be above 0: the adap"),
     "negative noise": ("model: {neftune_alpha: -5}", "model.neftune_alpha=-5.0 must be above 0 and finite, e.g. 5"),
     "a duration": ("trainer: {max_time: 1 hour}", "Expected a string in the format DD:HH:MM:SS"),
+    "no time": ("trainer: {max_time: '00:00:00:00'}", "trainer.max_time=00:00:00:00 would train nothing; give days"),
     "a misspelt metric": (
         "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {monitor: val_loss}}]}\n"
         "data: {val_fraction: 0.2}",

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from rich.console import Console
+from shared_fixtures import silent_trainer
 from torch.utils.data import DataLoader
 
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.progress import RunProgressBar, StepTimes, describe_step
+from lit_ft.run.time_limit import time_left
 from lit_ft.training import console
 
 
@@ -52,6 +55,16 @@ def test_time_left_counts_the_steps_of_this_process(monkeypatch: pytest.MonkeyPa
     assert times.describe(100) == "step 100 of 100"
     monkeypatch.undo()
     assert StepTimes(0, -1).describe(1_500) == "step 1,500"
+
+
+def test_time_left_is_at_most_that_of_max_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 130.0, 130.0])
+    monkeypatch.setattr("lit_ft.run.progress.time.perf_counter", lambda: next(now))
+    times = StepTimes(50, 100, partial(time_left, silent_trainer(max_time={"seconds": 90})))
+    assert times.describe(60) == "step 60 of 100, 1 min 30 s left"
+    assert times.describe(95) == "step 95 of 100, 3 s left"
+    monkeypatch.undo()
+    assert StepTimes(0, -1, partial(time_left, silent_trainer(max_time={"hours": 2}))).describe(7) == "step 7, 2 h left"
 
 
 @pytest.mark.parametrize("seconds", [0, 30])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import GraloraConfig, LoraConfig, OFTConfig, OSFConfig, PeftConfig
 from transformers import AutoModelForCausalLM
 from tuning_methods import METHODS, PARAMETERS, TOKENS
 
@@ -120,3 +120,27 @@ def test_llama_adapter_fits_other_attention_like_llamas(name: str, device: str) 
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}} if name == "qwen2" else {}
     model = AutoModelForCausalLM.from_config(tiny_config(name, **dynamic)).to(device)
     assert add_peft(model, METHODS["LLaMA-Adapter"])
+
+
+@pytest.mark.parametrize("peft", [OFTConfig(oft_block_size=4), GraloraConfig(r=4)], ids=["OFT", "GraLoRA"])
+def test_inputs_of_four_dimensions_are_vectors(peft: PeftConfig) -> None:
+    """As latent attention multiplies; OFT takes these for images, and GraLoRA fails."""
+    base = AutoModelForCausalLM.from_config(tiny_config("deepseek_v3")).eval()
+    peft.target_modules = ["q_b_proj", "kv_b_proj", "o_proj"]
+    wrapped = add_peft(base, peft).eval()
+    for parameter in filter(lambda p: p.requires_grad, wrapped.parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        adapted = wrapped(input_ids=ids).logits
+        with wrapped.disable_adapter():
+            assert (wrapped(input_ids=ids).logits - adapted).abs().max() > 1e-2
+        merged = wrapped.merge_and_unload()(input_ids=ids).logits
+    torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["lm_head", "c_fc"]])
+def test_a_target_that_peft_passes_over_is_refused(targets: Any) -> None:
+    base = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
+    with pytest.raises(RecipeError, match=r"OSF does not train transformer\.h\.0\S+ \(Conv1D\) of GPT2LMHeadModel"):
+        add_peft(base, OSFConfig(target_modules=targets))

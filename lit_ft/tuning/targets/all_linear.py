@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import AdaLoraConfig, LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
@@ -155,6 +155,22 @@ def check_shared(model: PeftModel, shared: Mapping[str, str]) -> None:
             f"model.peft: {_example(adapted)} share their weight, as {len(adapted)} layers that the config matches do: "
             f"{_WHY}; leave them out (exclude_modules), or set target_modules to all-linear, which does"
         )
+
+
+def check_wrapped(model: PeftModel, method: str) -> None:
+    """Refuse targets that PEFT passes over in silence, as OSF does where a layer is no linear one.
+
+    Raises:
+        RecipeError: there is such a target.
+    """
+    base = model.get_base_model()
+    names = model.base_model.targeted_module_names if isinstance(model.base_model, BaseTuner) else []
+    for name in names:
+        if not isinstance(layer := base.get_submodule(name), BaseTunerLayer):
+            raise RecipeError(
+                f"model.peft: {method} does not train {name} ({type(layer).__name__}) of {type(base).__name__}, and "
+                "PEFT passes over it; leave it out of target_modules, or take peft.LoraConfig"
+            )
 
 
 def check_computed(model: PeftModel, method: str) -> None:
