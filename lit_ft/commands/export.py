@@ -50,7 +50,7 @@ from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.run.output_place import writable
 from lit_ft.training.console import show_progress_on_terminals_only
 from lit_ft.tuning.compatibility import check_situation
-from lit_ft.tuning.targets import biases
+from lit_ft.tuning.targets import unmerged
 
 Check = Callable[[ModelSpec, Sequence[PeftConfig | None]], None]
 """Check of a base model and its adapters, before weights are read; None stands for full fine-tuning."""
@@ -156,10 +156,10 @@ def export(
         if gguf_adapter:
             exported.save_gguf_adapter(destination, gguf)
         elif gguf:
-            biases.check_merged(exported.model)
+            unmerged.check_merged(exported.model)
             exported.save_gguf(destination, gguf, quantized_base)
         elif merge:
-            biases.check_merged(exported.model)
+            unmerged.check_merged(exported.model)
             exported.save_merged(destination, dtype, quantized_base, text_only)
         else:
             exported.save_adapter(destination)

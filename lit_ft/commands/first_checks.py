@@ -38,7 +38,7 @@ from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 from lit_ft.tuning import wrapping
 from lit_ft.tuning.adapters import recorded_options
 from lit_ft.tuning.compatibility import check_situation
-from lit_ft.tuning.targets import biases
+from lit_ft.tuning.targets import unmerged
 
 HASHED_BASE_BYTES = 16 * 2**30
 """Largest base model, in bytes, whose SHA-256 sums are compared before loading: some seconds, four files at a time."""
@@ -184,7 +184,7 @@ def _check_folders(model: CausalLM) -> None:
 
 def _check_merge(model: CausalLM, skeleton: nn.Module) -> None:
     check_situation(model.spec.tuning.peft, "merge", "merge=true")
-    biases.check_merged(skeleton)
+    unmerged.check_merged(skeleton)
     if model.spec.base.is_quantized:
         raise RecipeError(
             "merge=true, but the base is quantized, and merging into it has a price that is yours to choose; "

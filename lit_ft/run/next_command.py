@@ -13,7 +13,7 @@ from lit_ft.process import datamodule_of
 from lit_ft.run.folder import BEST, LAST, RunFolder
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.tuning.compatibility import refusal
-from lit_ft.tuning.targets import biases
+from lit_ft.tuning.targets import unmerged
 
 
 def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> str | None:
@@ -59,4 +59,4 @@ def _was_written_after(file: Path, other: Path) -> bool:
 
 def _merges(module: CausalLM) -> bool:
     peft = module.spec.tuning.peft
-    return peft is None or (refusal(peft, "merge") is None and biases.unmerged(module) is None)
+    return peft is None or (refusal(peft, "merge") is None and unmerged.reason(module) is None)
