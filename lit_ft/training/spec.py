@@ -31,7 +31,7 @@ from lit_ft.tuning import compatibility, lora_init, untrained_ends
 from lit_ft.tuning.lora import fused_lora
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
-from lit_ft.tuning.targets import identity_experts
+from lit_ft.tuning.targets import unreached_at_times
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class TrainingSpec:
             enable_checkpointing(base, activation_checkpointing.options(self.gradient_checkpointing))
         if self.router_aux_loss is None:
             router_loss.say_what_is_left_out(base)
-        identity_experts.give_others_a_gradient(base)
+        unreached_at_times.give_a_gradient(base)
         prepare_for_packed_batches(base)
         # Some models draw while they are built, though not where they are built without memory for weights.
         torch.manual_seed(process.seed())

@@ -9,12 +9,20 @@ from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from peft import AdaptionPromptConfig, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    LNTuningConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PromptLearningConfig,
+    get_peft_model,
+)
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.adalora import AdaLoraLayer
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer, ParamWrapper
-from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
+from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype, check_target_module_exists
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,6 +58,7 @@ def add_peft(
     prompt_learning.check_sizes(peft)
     adapt_to_architecture(model, peft)
     check_target_modules(model, peft)
+    check_norms(model, peft)
     check_other_modules(model, peft)
     experts.check_target_parameters(model, peft)
     peft = copy.deepcopy(peft)
@@ -135,6 +144,22 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
             f"model.peft target_modules {unmatched} match nothing in {type(model).__name__}; "
             f"its linear layers are {linear_layers(model)}{of_experts}"
         )
+
+
+def check_norms(model: nn.Module, peft: PeftConfig) -> None:
+    """Refuse LN tuning of modules without weights, as the norms of OLMo and nanochat are.
+
+    Raises:
+        RecipeError: a target module has no weights.
+    """
+    if not isinstance(peft, LNTuningConfig) or peft.target_modules is None:
+        return
+    for name, module in model.named_modules():
+        if next(module.parameters(), None) is None and check_target_module_exists(peft, name):
+            raise RecipeError(
+                f"model.peft: {name} of {type(model).__name__} ({type(module).__name__}) has no weights to train; "
+                "leave it out of target_modules, or take another method"
+            )
 
 
 def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import GraloraConfig, LoraConfig, OFTConfig, OSFConfig, PeftConfig
+from peft import GraloraConfig, LNTuningConfig, LoraConfig, OFTConfig, OSFConfig, PeftConfig
 from transformers import AutoModelForCausalLM
 from tuning_methods import METHODS, PARAMETERS, TOKENS
 
@@ -144,3 +144,10 @@ def test_a_target_that_peft_passes_over_is_refused(targets: Any) -> None:
     base = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
     with pytest.raises(RecipeError, match=r"OSF does not train transformer\.h\.0\S+ \(Conv1D\) of GPT2LMHeadModel"):
         add_peft(base, OSFConfig(target_modules=targets))
+
+
+@pytest.mark.parametrize("targets", [["input_layernorm"], r".*\.input_layernorm"])
+def test_a_norm_without_weights_is_refused(targets: Any) -> None:
+    base = AutoModelForCausalLM.from_config(tiny_config("olmo"))
+    with pytest.raises(RecipeError, match=r"input_layernorm of OlmoForCausalLM \(OlmoLayerNorm\) has no weights to tr"):
+        add_peft(base, LNTuningConfig(target_modules=targets))

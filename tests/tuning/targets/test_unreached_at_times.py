@@ -1,4 +1,4 @@
-"""Weights of experts that no token reaches have a gradient of 0, whatever trains them."""
+"""Weights that a batch does not reach have a gradient of 0, whatever trains them."""
 
 from pathlib import Path
 
@@ -36,3 +36,25 @@ def test_experts_that_no_token_reaches_have_a_gradient_of_zero(tmp_path: Path, p
     assert len(of_first) == (2 if peft is None else 4)
     assert all(g is not None and not g.any() for g in of_first)
     assert all(g is not None for g in gradients.values())
+
+
+@pytest.mark.parametrize("peft", [None, LoraConfig(target_modules="all-linear")], ids=["full", "LoRA"])
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_compressors_of_short_samples_have_a_gradient_of_zero(
+    tmp_path: Path, peft: LoraConfig | None, tokens: int
+) -> None:
+    """DeepSeek-V4 compresses four tokens to one key in some layers, and 128 in others."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    module = CausalLM(str(tmp_path), peft=peft)
+    module.configure_model()
+    ids = torch.arange(5, 5 + tokens)
+    result = module(pack_samples([(ids.numpy(), ids.numpy())]))
+    alone = model(input_ids=ids[None], labels=ids[None]).loss
+    assert result.loss_sum.item() / (tokens - 1) == pytest.approx(alone.item(), rel=1e-5)
+    result.loss_sum.backward()
+    gradients = {name: p.grad for name, p in module.trainable_parameters().items()}
+    assert all(gradient is not None for gradient in gradients.values())
+    assert not all(g is not None and g.any() for name, g in gradients.items() if ".compressor." in name)
