@@ -91,7 +91,13 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2},
-    "inkling2_loop_text": {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3},
+    "inkling2_loop_text": {
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+    },
     "mamba2": {"num_heads": 8},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
