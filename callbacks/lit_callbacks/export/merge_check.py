@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -221,6 +223,24 @@ class Layout:
         return replace(self, shapes=shapes, dtypes=dtypes, is_packed=is_packed)
 
 
+@contextmanager
+def quantized_again() -> Iterator[None]:
+    """Say what to do where transformers (5.24) does not write or read an architecture's merged quantized weights.
+
+    Raises:
+        MergeFailed: in place of its own exceptions.
+    """
+    try:
+        yield
+    except MergeFailed as failed:
+        raise MergeFailed(f"{failed}. Dequantize the base, or use the adapter on it") from failed
+    except RuntimeError as error:
+        raise MergeFailed(
+            f"transformers cannot write the merged weights: {error}; nothing was written. Dequantize the base, or use "
+            "the adapter on it"
+        ) from error
+
+
 def read_back(folder: Path, layout: Layout) -> "PreTrainedModel":
     """Load a merged model from its files with ``from_pretrained``, and compare it with the base model's layout.
 
@@ -232,7 +252,7 @@ def read_back(folder: Path, layout: Layout) -> "PreTrainedModel":
     placement = {"device_map": {"": "cpu"}} if layout.is_packed else {}
     try:
         model, info = layout.model_class.from_pretrained(folder, output_loading_info=True, **placement)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         raise MergeFailed(f"the merged files do not load: {error}; nothing was written") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     name_of_class = layout.model_class.__name__

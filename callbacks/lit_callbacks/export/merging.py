@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
@@ -28,6 +29,7 @@ from lit_callbacks.export.merge_check import (
     compare_in_fp32,
     compare_rounded,
     logits_of,
+    quantized_again,
     read_back,
     sample_ids,
     share_lost,
@@ -302,12 +304,14 @@ def _write_merged(
         trained = _dequantized(trained, dtype or base.dtype)
     merged = _merge(trained)
     merged = merged if dtype is None else _cast(merged, dtype)
-    save(merged)
+    with quantized_again() if quantized_base == "keep" else nullcontext():
+        save(merged)
     layout, merged_dtype = layout.saved_as(merged), merged.dtype
     mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
     del base, trained, merged  # free their memory for the model that is read back
 
-    again = _read_quantized(folder, layout) if quantized_base == "keep" else read_back(folder, layout)
+    with quantized_again() if quantized_base == "keep" else nullcontext():
+        again = read_back(folder, layout)
     check_buffers(again, buffers)
     experts = check_changes(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)
@@ -321,14 +325,6 @@ def _write_merged(
         return
     result = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
     rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
-
-
-def _read_quantized(folder: Path, layout: Layout) -> "PreTrainedModel":
-    """Read a merged model with quantized weights, which transformers does not for all architectures (5.24)."""
-    try:
-        return read_back(folder, layout)
-    except MergeFailed as failed:
-        raise MergeFailed(f"{failed}. Dequantize the base, or use the adapter on it") from failed
 
 
 def _compare_dense(expected: Tensor, got: Tensor, untrained: Tensor, dtype: torch.dtype) -> MergeReport:
