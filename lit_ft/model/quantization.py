@@ -64,14 +64,21 @@ def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | No
     _check_installed("model.quantization", quantization, stored=False)
 
 
+_NOT_QUANTIZED = {"rwkv": "scales its weights for evaluation, and fails where they are packed"}
+"""Why an architecture fails with quantized weights (transformers 5.24)."""
+
+
 def check_stored(
     pretrained: str, config: PretrainedConfig, quantization: QuantizationConfigMixin | None, peft: PeftConfig | None
 ) -> None:
-    """Refuse recipes that do not work with a quantized checkpoint.
+    """Refuse recipes that do not work with a quantized checkpoint, and architectures that fail when quantized.
 
     Raises:
         RecipeError: the message says what is missing.
     """
+    is_any = quantization is not None or _stored(config) is not None
+    if is_any and (reason := _NOT_QUANTIZED.get(config.model_type)) is not None:
+        raise RecipeError(f"model.quantization: {config.model_type} {reason}; leave it out, or take another model")
     if (stored := _stored(config)) is None:
         return
     where, method = f"model.pretrained={pretrained!r}", method_of(stored)

@@ -345,6 +345,11 @@ def test_a_quantization_that_changes_no_layer_is_refused(tmp_path: Path) -> None
         quantized("falcon", tmp_path)
 
 
+def test_an_architecture_that_fails_in_4_bits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"model.quantization: rwkv scales its weights for evaluation, and fails"):
+        quantized("rwkv", tmp_path)
+
+
 @pytest.mark.parametrize(("name", "layer"), [("mamba", "dt_proj"), ("gemma3n_text", "prediction_coefs")])
 def test_weights_that_a_model_reads_are_not_packed(
     name: str, layer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -362,9 +367,9 @@ def test_weights_that_a_model_reads_are_not_packed(
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
 
 
-NOT_ALONE = {"emu3", "falcon", "gemma3n", "llama4", "llama4_text"}
-"""Architectures whose tiny config is a part's, whose layers are not packed, that need a package, or have no eager
-attention here."""
+NOT_ALONE = {"emu3", "falcon", "gemma3n", "llama4", "llama4_text", "rwkv"}
+"""Architectures whose tiny config is a part's, whose layers are not packed, that need a package, have no eager
+attention here, or are refused."""
 
 
 @pytest.mark.parametrize("name", sorted((COMPARED & set(ARCHITECTURES)) - NOT_ALONE))
@@ -385,6 +390,18 @@ def test_latent_attention_in_8_bits_computes_in_evaluation(tmp_path: Path) -> No
     ids = [torch.arange(5, 26)[None]]
     trained, got = logits_of(base.train(), ids), logits_of(base.eval(), ids)
     assert (got - trained).norm() < 0.05 * trained.norm()  # activations are rounded to 8 bits in evaluation
+
+
+@pytest.mark.parametrize("name", ["zamba2", "qwen2"])
+def test_an_architecture_in_8_bits_computes_what_its_dense_weights_do(name: str, tmp_path: Path) -> None:
+    """Some layers of Zamba2 share a weight, and bitsandbytes gives the first of them its scales alone."""
+    torch.manual_seed(0)
+    dense = AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+    dense.save_pretrained(tmp_path)
+    base = ModelSpec(str(tmp_path), "", attn_implementation="eager", quantization=REQUESTED["int8"]()).build().train()
+    ids = [torch.arange(5, 45)[None]]
+    wanted, got = logits_of(dense, ids), logits_of(base, ids)
+    assert 0 < (got - wanted).norm() < 0.05 * wanted.norm()
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao float8", "quanto int8"])
