@@ -10,6 +10,7 @@ from lit_ft.protocols import Checkpoint
 from lit_ft.training.finite import FiniteCheck, check_trained_weights
 from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.steps.lightning_callbacks import LightningCallbacksModule
+from lit_ft.tuning.targets import unreached_at_times
 
 
 class GuardedStepsModule(LightningCallbacksModule):
@@ -72,7 +73,8 @@ class GuardedStepsModule(LightningCallbacksModule):
         """Warn of trained weights that the first optimizer step of this process gives no gradient."""
         self._has_stepped = True
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        if without := [name for name, parameter in trained.items() if parameter.grad is None]:
+        without = [name for name, parameter in trained.items() if parameter.grad is None]
+        if without := [*without, *unreached_at_times.unreached(self)]:
             names = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
             rank_zero_warn(
                 f"the first step changes {len(trained) - len(without)} of {len(trained)} trained weights: the loss has "

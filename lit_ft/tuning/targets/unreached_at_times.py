@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from lit_ft.gradient_norm import local
+
 
 @runtime_checkable
 class _IdentityExperts(Protocol):
@@ -41,6 +43,27 @@ def give_a_gradient(model: nn.Module) -> None:
             module.register_forward_hook(_reach_experts)
         elif isinstance(module, _Compressor):
             module.register_forward_hook(_reach_compressor)
+
+
+def unreached(model: nn.Module) -> list[str]:
+    """Names of the trained weights of experts and compressors that a step has not reached: all gradients there are 0.
+
+    Not those of LoRA on fused experts, which is around them.
+
+    Args:
+        model: model with gradients, or the shards of them that are on this rank.
+    """
+    names: list[str] = []
+    for prefix, module in model.named_modules():
+        if _may_be_unreached(module):
+            trained = {name: p.grad for name, p in module.named_parameters(prefix) if p.requires_grad}
+            found = [local(gradient) for gradient in trained.values() if gradient is not None]
+            names += trained if found and not any(bool(gradient.any()) for gradient in found) else ()
+    return names
+
+
+def _may_be_unreached(module: nn.Module) -> bool:
+    return isinstance(module, _IdentityExperts | _Compressor)
 
 
 def _reach_experts(experts: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:

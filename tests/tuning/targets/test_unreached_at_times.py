@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM
 from lit_ft.packed_batch import pack_samples
+from lit_ft.tuning.targets.unreached_at_times import unreached
 
 EXPERTS = LoraConfig(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
 
@@ -36,6 +37,9 @@ def test_experts_that_no_token_reaches_have_a_gradient_of_zero(tmp_path: Path, p
     assert len(of_first) == (2 if peft is None else 4)
     assert all(g is not None and not g.any() for g in of_first)
     assert all(g is not None for g in gradients.values())
+    if peft is None:
+        assert len(names := unreached(module)) == 2
+        assert all("layers.0.mlp.experts" in name for name in names)
 
 
 @pytest.mark.parametrize("peft", [None, LoraConfig(target_modules="all-linear")], ids=["full", "LoRA"])
@@ -57,4 +61,7 @@ def test_compressors_of_short_samples_have_a_gradient_of_zero(
     result.loss_sum.backward()
     gradients = {name: p.grad for name, p in module.trainable_parameters().items()}
     assert all(gradient is not None for gradient in gradients.values())
-    assert not all(g is not None and g.any() for name, g in gradients.items() if ".compressor." in name)
+    without = [name for name, g in gradients.items() if ".compressor." in name and g is not None and not g.any()]
+    assert without
+    assert set(unreached(module)) <= set(without)
+    assert (len(unreached(module)) == len(without)) or peft is not None  # factors A have none where B is 0
