@@ -81,17 +81,21 @@ def add_peft(
     _correct_layers(wrapped)
     check_ranks(wrapped)
     _check_trained_twice(wrapped)
-    if changes_biases(peft) and not any(bias.requires_grad for bias in biases):
-        raise RecipeError(
-            f"model.peft: bias={peft.bias} trains nothing: no layer of {type(model).__name__} that it is about has a "
-            "bias; set it to none"
-        )
+    _check_biases(peft, biases, type(model).__name__)
     all_linear.check_shared(wrapped, shared)
     all_linear.check_wrapped(wrapped, peft.peft_type.value)
     all_linear.check_computed(wrapped, peft.peft_type.value)
     all_linear.check_loaded(wrapped)
     prompt_learning.check_embeddings(wrapped)
     return wrapped.train()
+
+
+def _check_biases(peft: PeftConfig, biases: Iterable[nn.Parameter], model: str) -> None:
+    if changes_biases(peft) and not any(bias.requires_grad for bias in biases):
+        raise RecipeError(
+            f"model.peft: bias={peft.bias} trains nothing: no layer of {model} that it is about has a bias; set it to "
+            "none"
+        )
 
 
 def _correct_layers(model: PeftModel) -> None:
