@@ -229,7 +229,7 @@ class _EscapedRecord(logging.LogRecord):
 
 
 def _printable(text: str) -> str:
-    if all(character.isprintable() or character in "\t\n" for character in text):
+    if text.replace("\n", "").replace("\t", "").isprintable():
         return text  # without the import below, which fails in a log line of a library that is being imported
     from lit_callbacks.output.printable import (
         printable,  # not at the top: it imports torch, which --help does not need

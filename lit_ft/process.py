@@ -65,13 +65,18 @@ def leads_replica(trainer: Trainer) -> bool:
     return not any(at for name, at in zip(names, coordinate, strict=True) if name != "data_parallel")
 
 
+def seed_torch(number: int) -> None:
+    """Seed torch's generators."""
+    # For each kind of accelerator that has not started, torch.manual_seed formats the stack of calls.
+    set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    set_seed(number)
+
+
 def seed_micro_batch(trainer: Trainer, batch_idx: int) -> None:
     """Seed torch by run, step, micro-batch and replica: a resumed run draws the same numbers, other data others."""
     if is_seeded():
         draws = (seed(), trainer.global_step, batch_idx, data_parallel(trainer).rank)
-        # For each kind of accelerator that has not started, torch.manual_seed formats the stack of calls.
-        set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-        set_seed(hash(draws) % 2**63)
+        seed_torch(hash(draws) % 2**63)
 
 
 # --- cores and threads -------------------------------------------------------------------------------

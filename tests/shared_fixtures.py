@@ -12,7 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401  # before all else, as it collects garbage when it is imported
+import faster_parsing  # noqa: F401
+import hypothesis  # noqa: F401  # before torch, as it collects garbage when it is imported
 import pytest
 import torch
 import torch.utils.cpp_extension  # what every rank under DeepSpeed would import
@@ -24,6 +25,7 @@ from torch import distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.workload import train_tokenizer
+from lit_ft.process import seed_torch
 from lit_ft.recipe import allowed_code
 
 with contextlib.suppress(ImportError):
@@ -94,7 +96,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Let no draw depend on the tests before."""
-    torch.manual_seed(0)
+    seed_torch(0)
 
 
 _finished = itertools.count(1)

@@ -332,7 +332,7 @@ def _of_adapters(
         tokenizer, now = base.tokenizer, base.fingerprint()
         for adapter in adapters:
             adapter.check(base)
-        torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
+        process.seed_torch(process.seed())  # for random weights, new embedding rows, and the random choice of dare
         model = base.build(DENSE)
     resize_to_tokenizer(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)

@@ -154,7 +154,7 @@ class TrainingSpec:
         self.tuning.check_base(self.base)
         self._check_liger(device)
         # New weights are a function of the seed alone, not of what drew random numbers before.
-        torch.manual_seed(process.seed())
+        process.seed_torch(process.seed())
         base = self.base.build(self.tuning.attention(self.base.attn_implementation))
         if self.liger:
             liger_kernel.apply_to_instance(base)
@@ -168,7 +168,7 @@ class TrainingSpec:
         unreached_at_times.give_a_gradient(base)
         prepare_for_packed_batches(base)
         # Some models draw while they are built, though not where they are built without memory for weights.
-        torch.manual_seed(process.seed())
+        process.seed_torch(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         if (tokenizer := self.base.tokenizer_in_use) is not None:

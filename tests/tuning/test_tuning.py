@@ -147,7 +147,7 @@ def trained(request: pytest.FixtureRequest, train_once: Callable[[str], Trained]
 
 def samples() -> list[torch.Tensor]:
     texts = ("the cup is red", "a book under the lamp was blue and green", "红 书")
-    return [torch.tensor(make_tokenizer()(text)["input_ids"]) for text in texts]
+    return [torch.tensor(ids) for ids in make_tokenizer()(list(texts))["input_ids"]]
 
 
 def test_a_packed_row_is_what_peft_computes_sample_by_sample(trained: Any, model_folder: str, tmp_path: Path) -> None:

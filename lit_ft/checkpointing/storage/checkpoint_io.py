@@ -170,7 +170,8 @@ def check_readable(content: Mapping[str, object], what: str) -> None:
     for name, entry in content.items():
         torch.save(_without_tensors(entry), file := BytesIO())
         file.seek(0)
-        if classes := sorted(get_unsafe_globals_in_checkpoint(file)):
+        # Up to Python 3.11.3 a member of an enum is pickled as an attribute of its class.
+        if classes := sorted({*get_unsafe_globals_in_checkpoint(file)} - {"builtins.getattr"}):
             raise RecipeError(
                 f"{what}: {name} holds objects of {', '.join(classes)}, and no run would go on from a checkpoint with "
                 "them: reading one allows tensors and plain values alone; take another class, or give its state as such"
