@@ -16,7 +16,6 @@ from model_folders import shallow
 from ranks import on_ranks
 from shared_fixtures import make_rows
 from torch.utils.data import DataLoader
-from turns import in_turn
 
 from lit_ft import CausalLM, RecipeError
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -262,7 +261,6 @@ SETTINGS = {**{name: (options, None) for name, options in OPTIONS.items()}, **AC
 """Options of the Trainer, and a schedule of accumulation by epoch."""
 ON_SIZED_ONLY = [name for name in SETTINGS if "share" in name or name == "limit within a step"]
 """Refused for streams: by Lightning, or because an optimizer step would be cut."""
-ON_BOTH = [name for name in SETTINGS if name not in ON_SIZED_ONLY]
 
 
 def epochs_of(options: dict[str, Any], schedule: dict[int, int] | None) -> int:
@@ -270,15 +268,14 @@ def epochs_of(options: dict[str, Any], schedule: dict[int, int] | None) -> int:
     return 3 if schedule or "reload_dataloaders_every_n_epochs" in options else 2
 
 
-def cases_of(both: list[tuple[str, bool]]) -> list[Any]:
-    """Cases of names and whether data is streamed, and of those that need sized data."""
-    return [
-        pytest.param(streaming, *SETTINGS[name], id=f"{'streamed' if streaming else 'sized'}-{name}")
-        for name, streaming in [*both, *((name, False) for name in ON_SIZED_ONLY)]
-    ]
+CASES_OF_DATA = [
+    pytest.param(streaming, *SETTINGS[name], id=f"{'streamed' if streaming else 'sized'}-{name}")
+    for name in SETTINGS
+    for streaming in ([False] if name in ON_SIZED_ONLY else [False, True])
+]
 
 
-@pytest.mark.parametrize(("streaming", "options", "schedule"), cases_of(in_turn(ON_BOTH, [False, True])))
+@pytest.mark.parametrize(("streaming", "options", "schedule"), CASES_OF_DATA)
 def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_that_did_not_stop(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:
@@ -289,7 +286,7 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("streaming", "options", "schedule"), cases_of(in_turn(ON_BOTH, [True, False])))
+@pytest.mark.parametrize(("streaming", "options", "schedule"), CASES_OF_DATA)
 def test_under_each_option_two_ranks_do_the_same(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:

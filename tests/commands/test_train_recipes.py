@@ -21,7 +21,7 @@ from model_families import FAMILIES, save_family
 from model_folders import shallow
 from ranks import on_ranks
 from safetensors.torch import load_file
-from turns import FULL_SIZE
+from sizes import FULL_SIZE
 
 from lit_ft.cli import main
 

@@ -1,6 +1,5 @@
 """Streaming: every row once, in proportion, and resumed at the very next micro-batch."""
 
-import itertools
 import json
 from collections import Counter
 from itertools import pairwise
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from shared_fixtures import make_rows, make_tokenizer
-from turns import in_turn
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.data.loaders.batching import BatchPlan
@@ -101,11 +99,12 @@ def test_ranks_share_the_stream(sources: list[Source]) -> None:
 MIXINGS = [Mixing("first_exhausted", (3.0, 1.0)), Mixing("all_exhausted", (1.0, 1.0)), Mixing()]
 
 
-@pytest.mark.parametrize(("how", "mixing"), in_turn(itertools.product([0, 2], [None, 128]), MIXINGS))
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("packing", [None, 128])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_anywhere_it_goes_on_with_the_next_micro_batch(
-    sources: list[Source], how: tuple[int, int | None], mixing: Any
+    sources: list[Source], workers: int, packing: int | None, mixing: Any
 ) -> None:
-    workers, packing = how
     whole = as_lists(list(loader(sources, mixing=mixing, packing=packing)))
     for handed_out in (1, 2, 7, len(whole) // 2, len(whole) - 1):
         stopped = loader(sources, workers, mixing=mixing, packing=packing)

@@ -18,8 +18,8 @@ from lightning.pytorch import Callback
 from lit_callbacks import AdapterMerger
 from loops import Logged
 from safetensors.torch import load_file
+from sizes import FULL_SIZE
 from torture import CASES, Life, outcome, torture, write_recipe
-from turns import FULL_SIZE
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.checkpointing.selection import newest_good, position_of

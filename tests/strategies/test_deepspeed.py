@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from safetensors.torch import load_file
 from shared_fixtures import make_rows, record_difference
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
-from turns import in_turn
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -305,17 +305,12 @@ MOVES = [
 ]
 
 
-PAIRS = [("LoRA", sgd), ("full", adamw)], [("LoRA", adamw), ("full", sgd)]
-"""Ways to train and optimizers, of which a move to another strategy takes two in turn."""
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("before", "after", "way", "optimizer"),
     [
         pytest.param(*move, way, optimizer, id=f"{'-'.join(move)}-{way}-{optimizer.__name__}")
-        for move, pairs in in_turn(MOVES, PAIRS)
-        for way, optimizer in pairs
+        for move, way, optimizer in product(MOVES, WAYS, (sgd, adamw))
     ],
 )
 def test_resumes(
@@ -399,7 +394,7 @@ def fit_and_answer(folder: str, strategy: Callable[[], Any], model: dict[str, An
     ("untied", "way"),
     [
         pytest.param(untied, way, id=f"{'untied' if untied else 'tied'}-{way}")
-        for untied, way in in_turn([False, True], WAYS)
+        for untied, way in product([False, True], WAYS)
     ],
 )
 def test_answers_adapter_and_merged_model_are_those_of_ddp(

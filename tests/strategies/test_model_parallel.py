@@ -25,10 +25,10 @@ from lit_callbacks.loss_ledger.ledger_files import read_visits
 from peft import LoraConfig
 from ranks import LiveRanks, on_ranks
 from shared_fixtures import make_tokenizer, record_cell, tiny_qwen2
+from sizes import FULL_SIZE
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
-from turns import FULL_SIZE, in_turn
 
 from benchmarks.parallel.parallel_bytes import ranks_of
 from benchmarks.tiny_configs import tiny_config
@@ -245,7 +245,7 @@ def _needs_torch(request: Any) -> None:
         pytest.skip("zero-bubble schedules are refused before torch 2.13")
 
 
-@pytest.mark.parametrize(("layout", "way"), in_turn(LAYOUTS, WAYS))
+@pytest.mark.parametrize(("layout", "way"), product(LAYOUTS, WAYS))
 def test_same_numbers(check_same: Any, qwen2: Any, layout: str, way: str) -> None:
     check_same(qwen2(LAYOUTS[layout].layers, LAYOUTS[layout].tied), Run(WAYS[way]), LAYOUTS[layout])
 
@@ -348,8 +348,7 @@ MORE: dict[str, tuple[str, Run, bool]] = {
     "NF4 base, dp2xpp2": ("dp2xpp2", Run({"peft": LORA, "quantization": NF4}), True),
     "NF4 base, cp2": ("cp2", Run({"peft": LORA, "quantization": NF4}), True),
     "rsLoRA, tp2": ("tp2", Run({"peft": LoraConfig(r=4, target_modules="all-linear", use_rslora=True)}), True),
-    # Takes 20 s on each rank; tests/model/attention/test_packed_attention.py compares in any run what differs from tp2.
-    **({"compiled, cp2": ("cp2", Run({"compile": "eager"}), True)} if FULL_SIZE else {}),
+    "compiled, cp2": ("cp2", Run({"compile": "eager"}), True),
 }
 
 
@@ -390,7 +389,7 @@ PRECISIONS: dict[str, Run] = {
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    in_turn(["tp2-sequence", "dp2xpp2", "pp2xtp2"], PRECISIONS),
+    product(["tp2-sequence", "dp2xpp2", "pp2xtp2"], PRECISIONS),
 )
 def test_precisions(
     make_trainer: Any, qwen2: Any, rows: str, one_process: Any, live_ranks: LiveRanks, layout: str, precision: str
@@ -476,7 +475,7 @@ def written_by_one(
     return write_once
 
 
-@pytest.mark.parametrize(("layout", "way"), in_turn(["tp2-sequence", "dp2xpp2", "pp2xtp2", "ZBVZeroBubble"], WAYS))
+@pytest.mark.parametrize(("layout", "way"), product(["tp2-sequence", "dp2xpp2", "pp2xtp2", "ZBVZeroBubble"], WAYS))
 def test_adapter_and_merged_model_are_those_of_one_process(
     make_trainer: Any,
     qwen2: Any,
@@ -538,8 +537,7 @@ CELLS = [
     ("gpt_oss", "CP2"),
     ("deepseek_v3", "TP2"),
 ]
-IN_EVERY_RUN: dict[tuple[str, str], str] = dict(in_turn(CELLS, WAYS))
-"""Cells that every run compares, and the way to train."""
+"""Cells that every run compares."""
 REFUSED = {
     ("gemma2", "CP2"): "has eager",
     **{(name, "CP2"): "mixes tokens in other ways" for name in ("nemotron_h", "qwen3_5_text")},
@@ -582,7 +580,7 @@ def test_architectures(
     column: str,
     request: Any,
 ) -> None:
-    if (architecture, column) not in IN_EVERY_RUN and not request.config.getoption("--matrix"):
+    if (architecture, column) not in CELLS and not request.config.getoption("--matrix"):
         pytest.skip("a cell of the whole matrix; pytest --matrix FILE runs and writes it")
     layers = 4 if request.config.getoption("--matrix") else 2
     folder, data = save_model(architecture, tmp_path / "model", layers), write_rows(count=13)
@@ -592,11 +590,9 @@ def test_architectures(
             live_ranks(layout.world, fit_architecture, make_trainer, folder, data, Run(**SHORT), layout)
         record_cell(architecture, column, "refused")
         return
-    whole = request.config.getoption("--matrix") or FULL_SIZE
     of_experts = ["experts.gate_up_proj", "experts.down_proj"] if architecture in EXPERTS else None
     lora = LoraConfig(r=4, target_modules="all-linear", target_parameters=of_experts)
-    runs = {"full": Run(**SHORT), "LoRA": Run({"peft": lora}, **SHORT)}
-    for run in (runs[way] for way in (WAYS if whole else [IN_EVERY_RUN[architecture, column]])):
+    for run in (Run(**SHORT), Run({"peft": lora}, **SHORT)):
         steps, wanted = fit_architecture(make_trainer, folder, data, run)
         ranks = live_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout)
         for found, _ in ranks:
@@ -663,16 +659,12 @@ def test_callbacks_measure_what_they_do_on_one_process(
 # --- checkpoints ---------------------------------------------------------------------------------------
 
 OTHERS: dict[str, Any] = {"ddp2": "ddp", "fsdp2": FSDPStrategy}
-MOVES = {
-    "full": [
-        ("pp2xtp2", "one process", "pp2xtp2", "dp2xtp2"),
-        ("fsdp2", "dp2xpp2", "ddp2"),
-    ],
-    "LoRA": [
-        ("one process", "dp2xtp2xpp2", "pp4"),
-        ("tp2-sequence", "ZBVZeroBubble", "pp2"),
-    ],
-}
+MOVES = [
+    ("pp2xtp2", "one process", "pp2xtp2", "dp2xtp2"),
+    ("fsdp2", "dp2xpp2", "ddp2"),
+    ("one process", "dp2xtp2xpp2", "pp4"),
+    ("tp2-sequence", "ZBVZeroBubble", "pp2"),
+]
 """Places that a run moves through, each of which takes one optimizer step; an epoch has two."""
 
 
@@ -687,12 +679,7 @@ def place_of(name: str) -> tuple[int, tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("places", "way"),
-    [
-        pytest.param(places, way, id=f"{'-'.join(places)}-{way}")
-        for own, chains in MOVES.items()
-        for places in chains
-        for way in (WAYS if FULL_SIZE else [own])
-    ],
+    [pytest.param(places, way, id=f"{'-'.join(places)}-{way}") for places, way in product(MOVES, WAYS)],
 )
 def test_a_run_goes_on_under_another_layout(
     make_trainer: Any,

@@ -20,7 +20,6 @@ from peft import LoraConfig, get_peft_model
 from ranks import LiveRanks
 from shared_fixtures import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from turns import in_turn
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import AnswerScores, CausalLM, RecipeError, TextDataModule
@@ -300,7 +299,7 @@ def stop_and_resume(
 
 @pytest.mark.parametrize(
     ("before", "after", "way"),
-    [(*move, way) for move, way in in_turn(MOVES, ["full", "LoRA"])],
+    [(*move, way) for move in MOVES for way in ("full", "LoRA")],
 )
 def test_a_run_goes_on_under_another_strategy(
     make_trainer: Any,

@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
-from turns import FULL_SIZE
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import checkpointing
@@ -26,7 +25,9 @@ from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning.lora.fused_lora import Fused, FusedLinear, fuse
 
-IN_FULL_SIZE = pytest.mark.skipif(not FULL_SIZE, reason="25 s of a C++ compiler; LIT_FT_FULL_SIZE=1 runs it")
+without_cpp = torch._inductor.config.patch(fallback_by_default=True)
+"""Inductor's graphs without its C++ code, which takes 25 s to compile."""
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"lora_dropout": 0.3},
@@ -176,9 +177,10 @@ def test_selective_checkpointing_recomputes_no_large_product() -> None:
         ("plain", "aot_eager"),
         ("bias of B", "aot_eager"),
         ("bias of the base", "aot_eager"),
-        pytest.param("plain", "inductor", marks=IN_FULL_SIZE),
+        ("plain", "inductor"),
     ],
 )
+@without_cpp
 def test_compiles_as_one_graph(options: str, backend: str) -> None:
     model = fused(lora_net(**OPTIONS[options]))
     torch._dynamo.reset()
@@ -352,7 +354,8 @@ def test_layers_with_dropout_or_without_others_are_computed_alone(options: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=IN_FULL_SIZE)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@without_cpp
 def test_layers_with_the_same_input_are_in_one_graph(backend: str) -> None:
     model = fused(lora_block())
     torch._dynamo.reset()

@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from tuning_methods import CAUSAL, LAYERS, METHODS, ON_QUANTIZED_ONLY, works
-from turns import FULL_SIZE
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -243,17 +241,7 @@ def runs(method: str, way: str) -> bool:
     return way == "ddp" or works(method, way)
 
 
-def on_two_ranks() -> list[tuple[str, str]]:
-    """Each method with the way, of those in which it works, that fewest have; with ``LIT_FT_FULL_SIZE=1`` with all."""
-    cases: list[tuple[str, str]] = []
-    for method in METHODS:
-        ways = [way for way in WAYS if runs(method, way)]
-        uses = Counter(way for _, way in cases)
-        cases += [(method, way) for way in (ways if FULL_SIZE else [min(ways, key=uses.__getitem__)])]
-    return cases
-
-
-ON_RANKS = on_two_ranks()
+ON_RANKS = [(method, way) for method in METHODS for way in WAYS if runs(method, way)]
 
 
 @pytest.mark.processes

