@@ -162,8 +162,11 @@ def make_model(folder: Path) -> str:
     return str(folder)
 
 
-OF_RUNS = (allowed_code.VARIABLE, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Environment variables that commands, launchers and DeepSpeed set for the rest of their process."""
+OF_RUNS = (
+    *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", allowed_code.VARIABLE),
+)
+"""Environment variables that commands, launchers, seeds and DeepSpeed set for the rest of their process."""
 _AT_START = {name: os.environ[name] for name in OF_RUNS if name in os.environ}
 
 
