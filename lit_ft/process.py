@@ -66,7 +66,7 @@ def leads_replica(trainer: Trainer) -> bool:
 
 
 def seed_torch(number: int) -> None:
-    """Seed torch's generators."""
+    """Seed torch's generators: that of the CPU and, where there is an accelerator, those of its devices."""
     # For each kind of accelerator that has not started, torch.manual_seed formats the stack of calls.
     set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
     set_seed(number)

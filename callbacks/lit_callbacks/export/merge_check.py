@@ -232,13 +232,10 @@ def quantized_again() -> Iterator[None]:
     """
     try:
         yield
-    except MergeFailed as failed:
-        raise MergeFailed(f"{failed}. Dequantize the base, or use the adapter on it") from failed
     except RuntimeError as error:
-        raise MergeFailed(
-            f"transformers cannot write the merged weights: {error}; nothing was written. Dequantize the base, or use "
-            "the adapter on it"
-        ) from error
+        failed = isinstance(error, MergeFailed)
+        what = error if failed else f"transformers cannot write the merged weights: {error}; nothing was written"
+        raise MergeFailed(f"{what}. Dequantize the base, or use the adapter on it") from error
 
 
 def read_back(folder: Path, layout: Layout) -> "PreTrainedModel":
