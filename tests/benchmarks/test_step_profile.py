@@ -61,6 +61,8 @@ def test_a_profile_of_a_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {"frozen weights", "kept for the backward pass", *step_profile.PURPOSES} <= set(numbers)
     of_mlp = f"aten::{'addmm_' if '--all-linear' in rows else 'mm'} N x 64 x 128"  # added to LoRA's product, or alone
     assert {"aten::mm N x 64 x 1024", of_mlp, "aten::silu", "all products", "all"} <= set(numbers)
-    assert 0 < float(numbers["LoRA"]) < float(numbers["wall clock"])
+    # The wall clock is that of other steps, without the profiler, and on a busy machine any step may take long.
+    assert float(numbers["wall clock"]) > 0
     assert float(numbers["attention"]) > 0
+    assert 0 < float(numbers["LoRA"]) < float(numbers["all"])
     assert 0 < float(numbers["all products"]) < float(numbers["all"])
