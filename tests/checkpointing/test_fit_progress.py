@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from loops import Outcome, Run, Stop, Stopped, plain_losses
 from model_folders import shallow
-from ranks import on_ranks
+from ranks import LiveRanks, on_ranks
 from shared_fixtures import make_rows
 from torch.utils.data import DataLoader
 
@@ -285,21 +285,21 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
     assert_resumed_equals(run, tmp_path, "batch", 1 if "overfit_batches" in options else 7)
 
 
+def compare(run: Run, folder: Path, losses: dict[int, float], weights: dict[str, torch.Tensor], number: int) -> None:
+    assert_equals_the_plain_loop(run, folder, losses, weights)
+    assert_resumed_equals(run, folder, "batch", number)
+
+
 @pytest.mark.processes
+@pytest.mark.xdist_group("progress")
 @pytest.mark.parametrize(("streaming", "options", "schedule"), CASES_OF_DATA)
 def test_under_each_option_two_ranks_do_the_same(
-    make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
+    make_run: Any, tmp_path: Path, live_ranks: LiveRanks, streaming: bool, options: Any, schedule: Any
 ) -> None:
     # Half the micro-batch: a rank has as many of them in an epoch as one process has.
     data, epochs = {"streaming": streaming, "shuffle_buffer": 9, "micro_batch_size": 1}, epochs_of(options, schedule)
     run = make_run((13, 8), data=data, trainer={"max_epochs": epochs, **options}, schedule=schedule, ranks=2)
-    plain = plain_losses(run, epochs)
-
-    def compare() -> None:
-        assert_equals_the_plain_loop(run, tmp_path, *plain)
-        assert_resumed_equals(run, tmp_path, "batch", 1 if "overfit_batches" in options else 7)
-
-    on_ranks(2, compare)
+    live_ranks(2, compare, run, tmp_path, *plain_losses(run, epochs), 1 if "overfit_batches" in options else 7)
 
 
 # --- resumed on other data -------------------------------------------------------------------------

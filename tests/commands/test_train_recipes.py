@@ -211,16 +211,16 @@ def test_pretraining_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_quickstart(tmp_path: Path) -> None:
-    """As a user runs it, but one epoch; with ``LIT_FT_FULL_SIZE=1`` all three."""
+    """As a user runs it, but 60 of 450 steps; with ``LIT_FT_FULL_SIZE=1`` all."""
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "lit_ft", "fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(run_dir)]
-    command += [] if FULL_SIZE else ["--trainer.max_epochs", "1"]
+    command += [] if FULL_SIZE else ["--trainer.max_steps", "60"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     scores = re.findall(r"val/exact_match (before|after) training: ([\d.]+)%", done.stderr)
     assert [when for when, _ in scores] == ["before", "after"]
     assert float(scores[0][1]) < 5
-    assert float(scores[1][1]) > (80 if FULL_SIZE else 60)
+    assert float(scores[1][1]) > (80 if FULL_SIZE else 20)
     for name in ("adapter", "merged", "config.yaml"):
         assert (run_dir / name).exists()
     assert "next: python -m lit_ft predict" in done.stderr
