@@ -156,32 +156,30 @@ def test_no_epoch_is_lost_where_a_run_was_saved_at_the_end_of_one(
 
 
 @pytest.mark.processes
+@pytest.mark.xdist_group("progress")
 @pytest.mark.parametrize("streaming", [False, True])
-def test_two_ranks_go_on_from_within_an_optimizer_step(make_run: Any, tmp_path: Path, streaming: bool) -> None:
+def test_two_ranks_go_on_from_within_an_optimizer_step(
+    make_run: Any, tmp_path: Path, live_ranks: LiveRanks, streaming: bool
+) -> None:
     options = {"max_epochs": 2, "accumulate_grad_batches": 4, "val_check_interval": 2}
     run = make_run(trainer=options, ranks=2, data={"streaming": streaming, "shuffle_buffer": 9})
 
-    def compare() -> None:
-        assert_resumed_equals(run, tmp_path, "validation", 1)
-        assert_resumed_equals(run, tmp_path, "backward", 7)
-
-    on_ranks(2, compare)
+    live_ranks(2, assert_resumed_equals, run, tmp_path, "validation", 1)
+    live_ranks(2, assert_resumed_equals, run, tmp_path, "backward", 7)
 
 
 @pytest.mark.processes
+@pytest.mark.xdist_group("progress")
 @pytest.mark.parametrize(
     "strategy", [FSDPStrategy, partial(ModelParallelStrategy, pipeline_parallel_size=2)], ids=["fsdp", "pp2"]
 )
 def test_a_split_model_goes_on_from_within_an_optimizer_step(
-    make_run: Any, tmp_path: Path, model_folder: str, strategy: Any
+    make_run: Any, tmp_path: Path, live_ranks: LiveRanks, model_folder: str, strategy: Any
 ) -> None:
     run = make_run(model=model_folder, trainer=WINDOWS, ranks=2, strategy=strategy)
 
-    def compare() -> None:
-        assert_resumed_equals(run, tmp_path, "validation", 1)
-        assert_resumed_equals(run, tmp_path, "batch", 7)
-
-    on_ranks(2, compare)
+    live_ranks(2, assert_resumed_equals, run, tmp_path, "validation", 1)
+    live_ranks(2, assert_resumed_equals, run, tmp_path, "batch", 7)
 
 
 @pytest.mark.processes
