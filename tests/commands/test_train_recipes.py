@@ -3,8 +3,6 @@
 import csv
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from importlib.util import find_spec
@@ -213,9 +211,9 @@ def test_pretraining_runs(tmp_path: Path) -> None:
 def test_quickstart(tmp_path: Path) -> None:
     """As a user runs it, but 60 of 450 steps; with ``LIT_FT_FULL_SIZE=1`` all."""
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "lit_ft", "fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(run_dir)]
-    command += [] if FULL_SIZE else ["--trainer.max_steps", "60"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    options = [] if FULL_SIZE else ["--trainer.max_steps", "60"]
+    command = ["fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(run_dir), *options]
+    done = run_forked(*command, cwd=REPOSITORY, timeout=500)
     assert done.returncode == 0, done.stderr
     scores = re.findall(r"val/exact_match (before|after) training: ([\d.]+)%", done.stderr)
     assert [when for when, _ in scores] == ["before", "after"]
