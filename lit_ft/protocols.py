@@ -70,6 +70,22 @@ class SplitsForward(Protocol):
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
 
 
+@runtime_checkable
+class LimitsLengths(Protocol):
+    """Module whose model takes samples up to some length."""
+
+    def check_length(self, what: str, length: int | None) -> None:
+        """Compare the length of samples with the model's positions.
+
+        Args:
+            what: what has this length, for the message.
+            length: tokens of a sample; None if it is not known.
+
+        Raises:
+            RecipeError: the samples are longer.
+        """
+
+
 # --- strategies --------------------------------------------------------------------------------------
 
 

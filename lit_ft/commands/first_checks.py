@@ -20,7 +20,6 @@ from lit_ft.checkpointing.storage.checkpoint_io import (
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
-from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import check_same_base, check_same_form
 from lit_ft.model.isolation import architectures
 from lit_ft.process import resume_threads
@@ -149,10 +148,10 @@ class FirstChecks:
     def _check_data(self, data: TextDataModule, model: LightningModule) -> None:
         """Load the data; check its lengths, and its order where a run goes on in it."""
         if isinstance(model, CausalLM):
-            _check_positions(model, "data.max_length", data.requested_length)
+            model.check_length("data.max_length", data.requested_length)
         data.load(tokenizer_of(model), self.stage)
         if isinstance(model, CausalLM):
-            _check_positions(model, "the longest sample", data.splits.longest_sample)
+            model.check_length("the longest sample", data.splits.longest_sample)
             if self.stage == "predict":
                 config, longest = model.spec.base.config, model.max_new_tokens
                 predictions.check_prompts(data.questions or [], model.tokenizer, config, longest, _name(model))
@@ -163,10 +162,6 @@ class FirstChecks:
 
 def _name(model: CausalLM) -> str:
     return f"model.pretrained={model.spec.base.pretrained!r}"
-
-
-def _check_positions(model: CausalLM, what: str, length: int | None) -> None:
-    check_positions(model.spec.base.config, length, what, _name(model))
 
 
 def _check_folders(model: CausalLM) -> None:

@@ -43,7 +43,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import validation_interval
 from lit_ft.model.generation import prompt_size
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.protocols import Checkpoint, LoaderState, Question
+from lit_ft.protocols import Checkpoint, LimitsLengths, LoaderState, Question
 
 DEFAULT_MAX_LENGTH = 2048
 """Longest sample in tokens, where a recipe says nothing."""
@@ -233,10 +233,19 @@ class TextDataModule(LightningDataModule):
         return self.splits.texts(ids)
 
     def setup(self, stage: str) -> None:
-        """Load the data of a stage, unless it is loaded already."""
+        """Load the data of a stage, unless it is loaded already.
+
+        Raises:
+            RecipeError: the trainer's options do not fit the data, or the model has too few positions for a sample.
+        """
         if stage == "fit" and self.streaming and self.trainer is not None:
             self._check_fractions(self.trainer)
-        self.load(tokenizer_of(None if self.trainer is None else self.trainer.lightning_module), stage)
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if isinstance(module, LimitsLengths):
+            module.check_length("data.max_length", self.requested_length)
+        self.load(tokenizer_of(module), stage)
+        if isinstance(module, LimitsLengths):
+            module.check_length("the longest sample", self.splits.longest_sample)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
             if self.streaming:

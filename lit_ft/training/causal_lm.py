@@ -25,6 +25,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import place_logged_values
 from lit_ft.model.architecture import Decoder
+from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
 from lit_ft.model.isolation import architectures
 from lit_ft.model.loading import Dtype, Init
@@ -140,10 +141,14 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
                 config, so that peft is null.
         """
         super().__init__()
+        for name, value in {"init_rows": init_rows, "max_new_tokens": max_new_tokens}.items():
+            if value < 1:
+                raise RecipeError(f"model.{name}={value} must be 1 or more")
         new = added_tokens or [], added_special_tokens or []
         pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
         base = ModelSpec(pretrained, tokenizer, *new, init, dtype, attn_implementation, quantization, config_overrides)
         tuning = TuningSpec.of(peft, adapter_dtype, trainable, adapter)
+        lora_init.check_rows(init_rows, tuning.peft)
         passes = gradient_checkpointing, activation_offload, compile, pad_rows_to, cuda_graphs, liger, fused_lora
         self.spec = TrainingSpec(base, tuning, *passes, neftune_alpha, router_aux_loss)
         self.init_rows, self.max_new_tokens = init_rows, max_new_tokens
@@ -156,6 +161,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
         """Of the whole model, once it is built."""
         self.expert_notes: list[str] = []
         """Lines about experts and routers, once the model is built; none for a dense model."""
+        self._is_checked = False
         self.train_metrics = StageMetrics(has_router_loss=router_aux_loss is not None)
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
@@ -181,14 +187,22 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
         Raises:
             RecipeError: config, tokenizer or tuning method do not fit.
         """
-        for name in ("init_rows", "max_new_tokens"):
-            if (value := getattr(self, name)) < 1:
-                raise RecipeError(f"model.{name}={value} must be 1 or more")
-        lora_init.check_rows(self.init_rows, self.spec.tuning.peft)
         skeleton = self.spec.check(self.start, self._device_of_run())
         trains = [f"model.{name}" for name, p in skeleton.named_parameters() if p.requires_grad]
         match_options(trains, self.lr_factors, self.no_weight_decay)
+        self._is_checked = True
         return skeleton
+
+    def check_length(self, what: str, length: int | None) -> None:
+        """Refuse samples of more tokens than the model has positions; ``what`` names them in the message."""
+        base = self.spec.base
+        check_positions(base.config, length, what, f"model.pretrained={base.pretrained!r}")
+
+    def setup(self, stage: str) -> None:
+        """Check a method that fits some bases only, unless ``check`` was called."""
+        super().setup(stage)
+        if self.model is None and self.spec.tuning.fits_some_bases and not self._is_checked:
+            self.check()
 
     def configure_model(self) -> None:
         """Build the model; Lightning calls it once the strategy is ready."""

@@ -73,13 +73,18 @@ def needs_init(peft: PeftConfig | None) -> bool:
     return init_of(peft).startswith((*FROM_DATA, *FROM_THE_BASE, "loftq"))
 
 
+def subtracts_product(peft: PeftConfig | None) -> bool:
+    """Whether the init subtracts the product that the adapter begins with from the base's weights."""
+    return init_of(peft).startswith(FROM_THE_BASE)
+
+
 def changes_base(peft: PeftConfig | None) -> bool:
     """Whether a method gives the base itself other weights, which are there when its adapter is switched off.
 
     An init that subtracts a product, KaSA's truncation, and biases that are trained in place.
     """
     is_kasa = isinstance(peft, LoraConfig) and peft.kasa_config is not None
-    return is_kasa or init_of(peft).startswith(FROM_THE_BASE) or changes_biases(peft)
+    return is_kasa or subtracts_product(peft) or changes_biases(peft)
 
 
 def changes_biases(peft: PeftConfig | None) -> bool:
@@ -109,7 +114,7 @@ def check_init(peft: PeftConfig, is_quantized: bool) -> None:
         RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantized;
             parameters that are no linear layers.
     """
-    if isinstance(peft, LoraConfig) and peft.use_dora and init_of(peft).startswith(FROM_THE_BASE):
+    if isinstance(peft, LoraConfig) and peft.use_dora and subtracts_product(peft):
         raise RecipeError(
             f"model.peft: init_lora_weights={init_of(peft)!r} subtracts its first product from the base, and use_dora "
             "trains magnitudes of that base, so that the adapter could not be used on the base itself; leave one out"
@@ -141,7 +146,7 @@ def check_layers(model: nn.Module, peft: PeftConfig) -> None:
     Raises:
         RecipeError: a layer is no linear one, or another module has its weight too, which would change with it.
     """
-    if not init_of(peft).startswith(FROM_THE_BASE):
+    if not subtracts_product(peft):
         return
     owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     for name, module in model.named_modules():

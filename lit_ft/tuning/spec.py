@@ -65,6 +65,14 @@ class TuningSpec:
         is_full = self.peft is None and self.trainable is None
         return is_full and base.config.model_type not in unreached.ARCHITECTURES
 
+    @property
+    def fits_some_bases(self) -> bool:
+        """Whether ``wrap_skeleton`` refuses bases on which training would begin with other numbers, in silence.
+
+        An adapter that is given belongs to one base, and an init may not be able to subtract its product.
+        """
+        return self.given is not None or lora_init.subtracts_product(self.peft)
+
     def check_base(self, base: ModelSpec) -> None:
         """Refuse a base model whose files are quantized in a way that the method cannot train on.
 

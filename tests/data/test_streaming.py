@@ -184,7 +184,7 @@ def test_a_file_that_comes_into_a_folder_ends_the_stream(sources: list[Source]) 
 
 
 def test_a_checkpoint_names_the_files_of_the_start(sources: list[Source], make_trainer: Any, model_folder: str) -> None:
-    one, data = (TextDataModule(sources[0].path, streaming=True, tokenize_workers=0) for _ in range(2))
+    one, data = (TextDataModule(sources[0].path, streaming=True, max_length=64, tokenize_workers=0) for _ in range(2))
     one.load(make_tokenizer())
     wanted = one.order.decides["source 1"]
     make_trainer(max_steps=1).fit(CausalLM(model_folder), data)
@@ -208,10 +208,10 @@ def test_what_streaming_cannot_do(sources: list[Source], make_trainer: Any, mode
         TextDataModule(sources=sources, streaming=True, mixing="all_exhausted")
     module = CausalLM(model_folder, lr_scheduler=lambda optimizer: ConstantWithWarmup(optimizer, warmup=0.1))
     with pytest.raises(RecipeError, match="ConstantWithWarmup needs the run's length; set trainer.max_steps"):
-        make_trainer(max_epochs=1).fit(module, TextDataModule(sources[0].path, streaming=True))
+        make_trainer(max_epochs=1).fit(module, TextDataModule(sources[0].path, streaming=True, max_length=64))
     trainer = make_trainer(max_steps=4, accumulate_grad_batches=2, limit_train_batches=5)
     with pytest.raises(RecipeError, match="ends a stream within an optimizer step of 2 micro-batches; set it to 6"):
-        trainer.fit(CausalLM(model_folder), TextDataModule(sources[0].path, streaming=True))
+        trainer.fit(CausalLM(model_folder), TextDataModule(sources[0].path, streaming=True, max_length=64))
 
 
 @pytest.mark.parametrize("option", ["limit_train_batches", "overfit_batches", "val_check_interval"])

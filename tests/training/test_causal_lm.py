@@ -1,4 +1,6 @@
+import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from model_folders import shallow
 from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from shared_fixtures import make_tokenizer
 from torch.utils.data import DataLoader
@@ -207,6 +210,57 @@ def test_a_padded_batch_of_someone_elses_data_trains(make_trainer: Any, model_fo
     trainer.fit(CausalLM(model_folder), Padded())
     assert trainer.global_step == 2
     assert math.isfinite(trainer.callback_metrics["train/loss"])
+
+
+def test_a_fit_without_the_command_line_refuses_what_would_begin_with_other_numbers(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    def refused(match: str, module: CausalLM) -> None:
+        with pytest.raises(RecipeError, match=match):
+            make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
+
+    subtracts = lora(init_lora_weights="olora", target_modules=["lm_head"])
+    refused("lm_head .* shares its weight with another module", CausalLM(model_folder, peft=subtracts))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    built(model_folder, peft=lora()).save_adapter(adapter)
+    fewer = shallow(Path(model_folder), tmp_path / "fewer", layers=1)
+    refused("was trained on .* has other weights", CausalLM(fewer, adapter=str(adapter)))
+    (adapter / "base.json").unlink()  # as PEFT writes it
+    refused("layers.1.self_attn.q_proj.lora_A.weight is .* and missing here", CausalLM(fewer, adapter=str(adapter)))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"init_rows": 0}, "model.init_rows=0 must be 1 or more"),
+        ({"init_rows": 5}, "model.init_rows=5 has no effect without"),
+        ({"max_new_tokens": 0}, "model.max_new_tokens=0 must be 1 or more"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_at_once(options: Any, match: str) -> None:
+    with pytest.raises(RecipeError, match=match):
+        CausalLM("any", peft=lora(), **options)
+
+
+def test_samples_beyond_the_models_positions_are_refused(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    def refused(match: str, data: LightningDataModule | DataLoader[Any]) -> None:
+        with pytest.raises(RecipeError, match=match):
+            make_trainer(max_steps=1).fit(CausalLM(short, init="random", peft=lora()), data)
+
+    short = str(tmp_path / "short")
+    shutil.copytree(model_folder, short)
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 12}))
+    rows = write_rows()
+    refused(r"the longest sample of \d+ tokens is beyond the 12 positions of model.pretrained=", TextDataModule(rows))
+    streamed = TextDataModule(rows, max_length=64, streaming=True)
+    refused("data.max_length of 64 tokens is beyond the 12 positions", streamed)
+    ids = torch.arange(3, 16)
+    own = DataLoader([{"input_ids": ids, "labels": ids}])
+    refused("a sample of 13 tokens is beyond the 12 positions of the model; .*or let the loader give shorter", own)
 
 
 def test_checkpoints_hold_what_trains_and_nothing_else(

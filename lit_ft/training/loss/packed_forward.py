@@ -15,6 +15,7 @@ from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.attention.segments import Segments, segments_of
 from lit_ft.model.compiled_layers import uses_inductor
+from lit_ft.model.config.positions import check_positions, positions_in
 from lit_ft.model.isolation import lengths as current_lengths
 from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, pad_to_multiple
@@ -55,6 +56,7 @@ class PackedForward:
         """The router's auxiliary loss of the last batch, a scalar without its coefficient."""
         self.segment_lengths: list[int] = []
         """Lengths of the samples of the last batch."""
+        self._positions = positions_in(self.base.config)
         self.computed_tokens, self.padding_tokens = 0, 0
         self.takes_boundaries = bool(compiled) or cuda_graphs
         """Whether layers are given the boundaries of samples as a tensor, not the list of their lengths."""
@@ -73,7 +75,12 @@ class PackedForward:
         Args:
             batch: packed batch of T tokens.
             decoder: in place of the base model's, where a strategy has only a part of its layers here.
+
+        Raises:
+            RecipeError: a sample has more tokens than the model has positions.
         """
+        if self._positions is not None and (longest := max(batch["segment_lengths"], default=0)) > self._positions:
+            check_positions(self.base.config, longest, "a sample", "the model", "let the loader give shorter samples")
         batch = self._padded(batch)
         self.segment_lengths = lengths = batch["segment_lengths"]
         decoder = decoder or loading.decoder_of(self.base)

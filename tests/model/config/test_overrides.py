@@ -79,7 +79,7 @@ def test_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "rope",
     [
-        *(YARN, LLAMA3, {"rope_type": "linear", "factor": 4}, {"rope_type": "dynamic", "factor": 2.0}),
+        *(YARN, LLAMA3, {"rope_type": "linear", "factor": 4}, {"rope_type": "dynamic", "factor": 4.0}),
         {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5] * 3, "long_factor": [3.0, 6.0] * 3},
     ],
 )
