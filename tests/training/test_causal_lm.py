@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from model_folders import shallow
-from peft import LoraConfig, PeftModel, PrefixTuningConfig
+from peft import LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig
 from shared_fixtures import make_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer
@@ -64,6 +64,21 @@ def test_trained_weights_without_a_gradient_are_named(
         said = [str(one.message) for one in recwarn if "the first step changes" in str(one.message)]
         assert len(said) == named
         assert all("kv_proj.lora_A.default.weight" in line for line in said)
+
+
+def test_a_run_whose_weights_have_no_part_in_the_loss_is_refused(
+    make_trainer: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    """The indexer of DeepSeek-V3.2 chooses tokens, and a choice has no gradient."""
+    tiny_config("deepseek_v32").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    norms = LNTuningConfig(target_modules=["k_norm"])
+    with pytest.raises(
+        RecipeError, match=r"no gradient of any of the \d+ weights that train \(.*k_norm.*; choose other"
+    ):
+        make_trainer(max_steps=1).fit(
+            CausalLM(str(tmp_path), init="random", peft=norms), TextDataModule(write_rows(), micro_batch_size=2)
+        )
 
 
 def test_logged_values_are_moved_once(

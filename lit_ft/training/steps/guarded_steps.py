@@ -1,10 +1,13 @@
 """Gradient norm, clipping, and the end of a run before values that are not finite are saved."""
 
+from collections.abc import Sequence
+
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.protocols import SumsGradientNorm, grad_scaler
 from torch import Tensor
 
+from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import GradientNorm, clip, gradient_norm, with_gradients
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.finite import FiniteCheck, check_trained_weights
@@ -31,6 +34,20 @@ class GuardedStepsModule(LightningCallbacksModule):
         super().on_fit_start()
         for optimizer in self.trainer.optimizers if grad_scaler(self.trainer) is not None else ():
             optimizer_support.check_scaled_weights(optimizer)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Refuse a run whose trained weights have no part in the loss.
+
+        Raises:
+            RecipeError: none has one.
+        """
+        super().on_before_backward(loss)
+        if not loss.requires_grad:
+            names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+            raise RecipeError(
+                f"the loss has no gradient of any of the {len(names)} weights that train ({_some(names)}); choose "
+                "others by the adapter's target_modules, or by model.trainable"
+            )
 
     def measured_gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Norm of all gradients over all ranks, a scalar, before clipping; measured once per step, whoever asks for it.
@@ -75,11 +92,10 @@ class GuardedStepsModule(LightningCallbacksModule):
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         without = [name for name, parameter in trained.items() if parameter.grad is None]
         if without := [*without, *unreached_at_times.unreached(self)]:
-            names = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
             rank_zero_warn(
                 f"the first step changes {len(trained) - len(without)} of {len(trained)} trained weights: the loss has "
-                f"no gradient of the others ({names}). Where that is not wanted, leave them out of model.trainable, or "
-                "of the adapter's target_modules"
+                f"no gradient of the others ({_some(without)}). Where that is not wanted, leave them out of "
+                "model.trainable, or of the adapter's target_modules"
             )
 
     def on_train_epoch_end(self) -> None:
@@ -96,3 +112,7 @@ class GuardedStepsModule(LightningCallbacksModule):
         self._finite.look_at_all(self.trainer)
         check_trained_weights(self.trainer, self)
         super().on_save_checkpoint(checkpoint)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
