@@ -3,13 +3,16 @@
 import math
 from dataclasses import asdict
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text_data import TextDataModule
+from lit_ft.errors import RecipeError
 from lit_ft.export import restore_run
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.model import loading
+from lit_ft.model.config.positions import has_rotary_positions, positions_in
 from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
 from lit_ft.scoring.scores import Score
@@ -34,6 +37,16 @@ class OpenedModule(CausalLM):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Tokenizer of the opened model."""
         return self.opened.tokenizer
+
+    def check_length(self, what: str, length: int | None) -> None:
+        """Warn of samples beyond the positions, which a model that computes them can be asked for; else refuse them."""
+        limit = positions_in(self.opened.base.config)
+        if length is None or limit is None or length <= limit:
+            return
+        said = f"{what} of {length:,} tokens is beyond the {limit:,} positions of {self.opened.name}"
+        if not has_rotary_positions(self.opened.base.config):
+            raise RecipeError(f"{said}; set --data.max_length={limit}")
+        rank_zero_warn(f"losses are measured all the same: {said}; limit them with --data.max_length={limit}")
 
 
 def _prepare(opened: OpenedModel) -> None:

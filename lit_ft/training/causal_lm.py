@@ -194,9 +194,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
         return skeleton
 
     def check_length(self, what: str, length: int | None) -> None:
-        """Refuse samples of more tokens than the model has positions; ``what`` names them in the message."""
-        base = self.spec.base
-        check_positions(base.config, length, what, f"model.pretrained={base.pretrained!r}")
+        """Refuse samples of more tokens than the model has positions; see ``LimitsLengths``."""
+        check_positions(self.spec.base.config, length, what, f"model.pretrained={self.spec.base.pretrained!r}")
 
     def setup(self, stage: str) -> None:
         """Check a method that fits some bases only, unless ``check`` was called."""

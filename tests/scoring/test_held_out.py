@@ -1,5 +1,6 @@
 """Figures on held-out rows of models that no run has made."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from shared_fixtures import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_configs import tiny_config
-from lit_ft import CausalLM, TextDataModule
+from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.inference.opening import open_model
 from lit_ft.scoring.held_out import held_out_scores
 
@@ -29,3 +30,23 @@ def test_under_autocast_the_loss_is_that_of_test(
     opened = open_model(folder)
     scores, _ = held_out_scores(opened, TextDataModule(test_path=rows), "rows", "bf16-mixed", 2, 8)
     assert {one.metric: one.value for one in scores}["loss"] == wanted["test/loss"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2"])
+def test_samples_beyond_the_positions_are_warned_of_where_there_are_further_ones(
+    write_rows: Any, tmp_path: Any, model_type: str
+) -> None:
+    folder, rows = str(tmp_path / "model"), write_rows([{"prompt": "red cup " * 60, "completion": "blue"}] * 2)
+    config = tiny_config(model_type)
+    config.max_position_embeddings = 100
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    opened, data = open_model(folder), TextDataModule(test_path=rows)
+    beyond = r"the longest sample of \d{3} tokens is beyond the 100 positions of .*; .*--data.max_length=100"
+    if model_type == "gpt2":
+        with pytest.raises(RecipeError, match=beyond):
+            held_out_scores(opened, data, "rows", None, 2, 8)
+        return
+    with pytest.warns(UserWarning, match=f"losses are measured all the same: {beyond}"):
+        scores, _ = held_out_scores(opened, data, "rows", None, 2, 8)
+    assert all(math.isfinite(one.value) for one in scores)

@@ -105,6 +105,7 @@ def _parser() -> RecipeParser:
     add("--data.format", type=str | None, help="its format, in place of the run's")
     add("--data.columns", type=dict[str, str] | None, help="its columns, in place of the run's")
     add("--data.system", type=str | None, help="system prompt, in place of the run's")
+    add("--data.max_length", type=int | None, help="tokens of the longest sample, in place of the run's")
     add("--questions", type=str | None, help="data set of questions whose answers a judge compares")
     add("--judge_url", type=str | None, help="address of the judge, with OpenAI's interface")
     add("--judge_model", type=str | None, help="name of the judge there")
@@ -346,7 +347,8 @@ def _say_what_is_opened(options: Namespace, opened: OpenedModel) -> None:
 
 
 def _data_options(options: Namespace, path: str) -> dict[str, object]:
-    given = {name: options.data[name] for name in ("format", "columns", "system") if options.data[name] is not None}
+    names = ("format", "columns", "system", "max_length")
+    given = {name: options.data[name] for name in names if options.data[name] is not None}
     if options.chat_template is not None:
         given["chat_template"] = options.chat_template
     return {"test_path": path, **given}

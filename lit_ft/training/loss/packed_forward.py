@@ -1,5 +1,6 @@
 """Forward pass of a causal LM over a packed batch, in two halves: hidden states, and the loss of supervised tokens."""
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -15,10 +16,10 @@ from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.attention.segments import Segments, segments_of
 from lit_ft.model.compiled_layers import uses_inductor
-from lit_ft.model.config.positions import check_positions, positions_in
+from lit_ft.model.config.positions import check_positions
 from lit_ft.model.isolation import lengths as current_lengths
 from lit_ft.model.isolation.lengths import samples_of
-from lit_ft.packed_batch import PackedBatch, TokenLoss, pad_to_multiple
+from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pad_to_multiple
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.cuda_graphs import DecoderGraphs, check_attention
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
@@ -56,7 +57,6 @@ class PackedForward:
         """The router's auxiliary loss of the last batch, a scalar without its coefficient."""
         self.segment_lengths: list[int] = []
         """Lengths of the samples of the last batch."""
-        self._positions = positions_in(self.base.config)
         self.computed_tokens, self.padding_tokens = 0, 0
         self.takes_boundaries = bool(compiled) or cuda_graphs
         """Whether layers are given the boundaries of samples as a tensor, not the list of their lengths."""
@@ -69,18 +69,25 @@ class PackedForward:
         """Summed loss and number of right predictions over the batch's supervised tokens."""
         return self.token_loss(self.hidden_states(batch), batch)
 
+    def as_packed_batch(self, batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
+        """Pack a padded batch, which no data module of ours has checked; return a packed one unchanged.
+
+        Raises:
+            RecipeError: it lacks ids or labels, or a sample has more tokens than the model has positions.
+        """
+        packed = as_packed_batch(batch)
+        if packed is not batch:
+            longest = max(packed["segment_lengths"], default=0)
+            check_positions(self.base.config, longest, "a sample", "the model", "let the loader give shorter samples")
+        return packed
+
     def hidden_states(self, batch: PackedBatch, decoder: Decoder | None = None) -> Tensor:
         """Final hidden states of a batch's tokens, ``(1, T, H)``, and of the tokens that pad it.
 
         Args:
             batch: packed batch of T tokens.
             decoder: in place of the base model's, where a strategy has only a part of its layers here.
-
-        Raises:
-            RecipeError: a sample has more tokens than the model has positions.
         """
-        if self._positions is not None and (longest := max(batch["segment_lengths"], default=0)) > self._positions:
-            check_positions(self.base.config, longest, "a sample", "the model", "let the loader give shorter samples")
         batch = self._padded(batch)
         self.segment_lengths = lengths = batch["segment_lengths"]
         decoder = decoder or loading.decoder_of(self.base)

@@ -7,12 +7,15 @@ from lit_callbacks.internals.lightning_internals import logged_step
 from torch import Tensor
 
 from lit_ft.internals.lightning import set_logged_steps
-from lit_ft.packed_batch import PackedBatch, as_packed_batch
+from lit_ft.packed_batch import PackedBatch
+from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.metrics import StageMetrics
 
 
 class EvaluationStepsModule(LightningModule):
     """LightningModule whose forward pass returns the loss of a packed batch; logs its means for each set."""
+
+    _packed: PackedForward
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,12 +24,12 @@ class EvaluationStepsModule(LightningModule):
 
     def validation_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into val/loss, val/perplexity and val/token_accuracy."""
-        packed = as_packed_batch(batch)
+        packed = self._packed.as_packed_batch(batch)
         self.val_metrics.add(self(packed), packed)
 
     def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into test/loss, test/perplexity and test/token_accuracy."""
-        packed = as_packed_batch(batch)
+        packed = self._packed.as_packed_batch(batch)
         self.test_metrics.add(self(packed), packed)
 
     def on_validation_start(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_ft import process
-from lit_ft.packed_batch import PackedBatch, as_packed_batch
+from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_window import TokenWindow
@@ -36,7 +36,7 @@ class TrainingStepsModule(GuardedStepsModule):
 
     def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Part of the step's token-mean loss; the batch is packed, or padded in Hugging Face's convention."""
-        packed, accumulate = as_packed_batch(batch), self.trainer.accumulate_grad_batches
+        packed, accumulate = self._packed.as_packed_batch(batch), self.trainer.accumulate_grad_batches
         self._window.enter(self.trainer, packed, batch_idx)
         if packed["input_ids"].numel() == 0:
             loss = torch.zeros((), device=self.device, requires_grad=True)
