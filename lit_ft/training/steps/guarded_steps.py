@@ -36,16 +36,16 @@ class GuardedStepsModule(LightningCallbacksModule):
             optimizer_support.check_scaled_weights(optimizer)
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Refuse a run whose trained weights have no part in the loss.
+        """Refuse a run whose loss does not depend on what trains.
 
         Raises:
-            RecipeError: none has one.
+            RecipeError: no trained weight has a gradient.
         """
         super().on_before_backward(loss)
         if not loss.requires_grad:
             names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
             raise RecipeError(
-                f"the loss has no gradient of any of the {len(names)} weights that train ({_some(names)}); choose "
+                f"the loss does not depend on any of the {len(names)} weights that train ({_some(names)}); choose "
                 "others by the adapter's target_modules, or by model.trainable"
             )
 
