@@ -20,6 +20,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import (
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
+from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.files.fingerprint import check_same_base, check_same_form
 from lit_ft.model.isolation import architectures
 from lit_ft.process import resume_threads
@@ -153,8 +154,14 @@ class FirstChecks:
         if isinstance(model, CausalLM):
             model.check_length("the longest sample", data.splits.longest_sample)
             if self.stage == "predict":
-                config, longest = model.spec.base.config, model.max_new_tokens
-                predictions.check_prompts(data.questions or [], model.tokenizer, config, longest, _name(model))
+                predictions.check_prompts(
+                    data.questions or [],
+                    model.tokenizer,
+                    model.spec.base.config,
+                    model.max_new_tokens,
+                    _name(model),
+                    virtual_tokens(model.spec.tuning.peft),
+                )
         if self.stage == "fit" and self._checkpoint is not None:
             data.resume_data = self.options.resume_data
             data.check_order(saved_value(self._checkpoint, type(data).__qualname__) or {})

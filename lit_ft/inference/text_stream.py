@@ -18,7 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.internals.peft import virtual_tokens_in_answers
+from lit_ft.internals.peft import virtual_tokens_in_answers, virtual_tokens_of
+from lit_ft.model.config.positions import positions_in
 from lit_ft.model.generation import SMALLEST_TEMPERATURE, pad_id, stop_ids
 
 
@@ -288,4 +289,5 @@ def stream_tokens(
 
 def positions(opened: OpenedModel) -> int:
     """Largest number of tokens of a prompt and its answer."""
-    return getattr(opened.base.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    limit = positions_in(opened.base.config)
+    return 2**31 if limit is None else limit - virtual_tokens_of(opened.model)

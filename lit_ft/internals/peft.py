@@ -102,6 +102,26 @@ def renamed_targets(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(_MOE_TARGET_MODULE_MAPPING.get(pattern, ()) if pattern in _MOE_FUSED_TARGETS else ())
 
 
+def virtual_tokens(peft: PeftConfig | None) -> int:
+    """Number of positions that a method takes before each sample; 0 for methods without virtual tokens."""
+    from peft import PromptLearningConfig
+
+    return peft.num_virtual_tokens or 0 if isinstance(peft, PromptLearningConfig) else 0
+
+
+def virtual_tokens_of(model: nn.Module) -> int:
+    """``virtual_tokens`` of a model; 0 if it is no ``PeftModel``, and while its adapter is disabled."""
+    return virtual_tokens(model.active_peft_config) if _has_prompt(model) else 0
+
+
+def _has_prompt(model: nn.Module) -> bool:
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
+        return False
+    return bool(model.has_active_enabled_adapter)  # without one its methods are those of the base
+
+
 @contextmanager
 def virtual_tokens_in_answers(model: nn.Module) -> Iterator[None]:
     """Context in which a ``PeftModel`` of a prompt-learning method generates what it was trained to.
@@ -111,10 +131,7 @@ def virtual_tokens_in_answers(model: nn.Module) -> Iterator[None]:
     """
     from peft import PeftModelForCausalLM
 
-    if not isinstance(model, PeftModelForCausalLM) or not model.active_peft_config.is_prompt_learning:
-        yield
-        return
-    if not model.has_active_enabled_adapter:  # its methods are those of the base
+    if not isinstance(model, PeftModelForCausalLM) or not _has_prompt(model):
         yield
         return
     is_prefix = model.active_peft_config.peft_type.value == "PREFIX_TUNING"

@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.distributed.gather import is_split
 from lit_callbacks.protocols import Message
 from peft import PeftModel
-from torch import distributed
+from torch import distributed, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
@@ -25,9 +27,10 @@ from transformers import (
 )
 
 from lit_ft.errors import RecipeError
-from lit_ft.internals.peft import virtual_tokens_in_answers
+from lit_ft.internals.peft import virtual_tokens_in_answers, virtual_tokens_of
 from lit_ft.internals.transformers import attention_implementation, portable_attention
 from lit_ft.model.attention.packed_attention import PACKED
+from lit_ft.model.config.positions import has_rotary_positions, positions_in
 from lit_ft.model.isolation import architectures
 from lit_ft.model.render_limits import render_chat
 from lit_ft.protocols import FinishReason
@@ -263,11 +266,15 @@ def generate_answers(
         max_new_tokens: largest number of tokens of an answer.
         sampling: choice of the next token.
         rows: number of each prompt's row, which seeds its random numbers; None counts the prompts.
+
+    Raises:
+        RecipeError: a prompt leaves no position for an answer, where a model has learned its positions.
     """
     encoded = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     numbers = rows or range(len(prompts))
-    batches = _batches(base, encoded)
-    answers: dict[int, list[int]] = {}
+    rooms = _rooms(model, base, encoded, max_new_tokens)
+    batches = _batches(base, encoded, [room < max_new_tokens for room in rooms])
+    answers: dict[int, tuple[list[int], FinishReason]] = {}
     was_training = model.training
     model.eval()
     try:
@@ -275,23 +282,66 @@ def generate_answers(
             # A rank without prompts answers a dummy prompt: the other ranks need its shards of the weights.
             own = [encoded[index] for index in batch] or [tokenizer(".", add_special_tokens=False)["input_ids"]]
             processors = sampling.processors(sampling.generators([numbers[index] for index in batch] or [0]))
-            answers |= zip(batch, _generate(model, base, tokenizer, own, max_new_tokens, processors), strict=False)
+            most = _common_room(base, [rooms[index] for index in batch], max_new_tokens)
+            answers |= zip(batch, _generate(model, base, tokenizer, own, most, processors), strict=False)
     finally:
         model.train(was_training)
-    ids = [answers[index] for index in range(len(prompts))]
+    ids, ends = zip(*(answers[index] for index in range(len(prompts))), strict=True) if prompts else ((), ())
     texts = tokenizer.batch_decode(ids, skip_special_tokens=not has_marks(tokenizer))
-    ends: list[FinishReason] = ["length" if len(own) == max_new_tokens else "stop" for own in ids]
     return [GeneratedAnswer(*pair) for pair in zip(texts, ends, strict=True)]
 
 
-def _batches(base: PreTrainedModel, encoded: Sequence[Sequence[int]]) -> list[list[int]]:
+def _rooms(model: nn.Module, base: PreTrainedModel, encoded: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """Largest number of tokens of each answer: fewer than are asked for where learned positions end before.
+
+    Raises:
+        RecipeError: a prompt leaves no position.
+    """
+    limit = _last_position(base.config)
+    if limit is None:
+        return [max_new_tokens] * len(encoded)
+    rooms = [limit - virtual_tokens_of(model) - len(ids) for ids in encoded]
+    if min(rooms, default=1) < 1:
+        raise RecipeError(
+            f"a prompt of {max(map(len, encoded)):,} tokens leaves none of the {limit:,} positions of the model for an "
+            "answer; ask less"
+        )
+    if min(rooms, default=max_new_tokens) < max_new_tokens:
+        rank_zero_warn(
+            f"answers end at the last of the model's {limit:,} positions where that comes before max_new_tokens="
+            f"{max_new_tokens}"
+        )
+    return [min(room, max_new_tokens) for room in rooms]
+
+
+def _last_position(config: PretrainedConfig) -> int | None:
+    """Number of positions of a model that has learned them; None where it computes them, or has none."""
+    return None if has_rotary_positions(config) else positions_in(config)
+
+
+def _common_room(base: PreTrainedModel, rooms: Sequence[int], max_new_tokens: int) -> int:
+    """Largest number of tokens of a batch's answers; a collective where ranks share a model with learned positions.
+
+    Such ranks take as many steps as the longest answer of all, each of which has a position.
+    """
+    most = min(rooms, default=max_new_tokens)
+    if _last_position(base.config) is None or not is_split(base):
+        return most
+    least = torch.tensor(most, device=base.device)
+    distributed.all_reduce(least, distributed.ReduceOp.MIN)
+    return int(least)
+
+
+def _batches(base: PreTrainedModel, encoded: Sequence[Sequence[int]], alone: Sequence[bool]) -> list[list[int]]:
     """Indices of the prompts that are answered together; a collective where ranks share the model.
 
-    Those of one length, where padding would change the answers. Ranks that share a model have as many batches.
+    Those of one length, where padding would change the answers or ``alone`` says that positions end before the
+    answer. Ranks that share a model have as many batches.
     """
     by_length: dict[int, list[int]] = {}
     for index, ids in enumerate(encoded):
-        by_length.setdefault(len(ids) if architectures.reads_padding(base.config) else 0, []).append(index)
+        is_of_one_length = alone[index] or architectures.reads_padding(base.config)
+        by_length.setdefault(len(ids) if is_of_one_length else 0, []).append(index)
     batches = list(by_length.values())
     if not is_split(base):
         return batches
@@ -307,8 +357,8 @@ def _generate(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     processors: LogitsProcessorList,
-) -> list[list[int]]:
-    """Tokens of the answers to a left-padded batch of prompts."""
+) -> list[tuple[list[int], FinishReason]]:
+    """Tokens of the answers to a left-padded batch of prompts, and what ended each."""
     padding = pad_id(tokenizer)
     longest = max(map(len, prompts))
     input_ids = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts], device=base.device)
@@ -325,6 +375,7 @@ def _generate(
     return [_ended(ids, stops) for ids in generated[:, longest:].tolist()]
 
 
-def _ended(ids: list[int], stops: Sequence[int]) -> list[int]:
-    """Tokens of an answer before the first that ends it."""
-    return ids[: next((index for index, token in enumerate(ids) if token in stops), len(ids))]
+def _ended(ids: list[int], stops: Sequence[int]) -> tuple[list[int], FinishReason]:
+    """Tokens of an answer before the first that ends it; all of them if none does."""
+    end = next((index for index, token in enumerate(ids) if token in stops), None)
+    return (ids, "length") if end is None else (ids[:end], "stop")

@@ -54,6 +54,7 @@ def check_prompts(
     config: PretrainedConfig,
     max_new_tokens: int,
     name: str,
+    virtual_tokens: int = 0,
 ) -> None:
     """Count prompts beyond the positions of a model, and those that leave too few of them for an answer.
 
@@ -61,6 +62,7 @@ def check_prompts(
         config: config of the model.
         max_new_tokens: longest answer, in tokens.
         name: the model, for messages.
+        virtual_tokens: tokens of a tuning method that come before each prompt.
 
     Raises:
         RecipeError: a prompt has more tokens than the model has positions, and they are learned.
@@ -68,6 +70,7 @@ def check_prompts(
     limit = positions_in(config)
     if limit is None or not questions:
         return
+    limit -= virtual_tokens
     lengths: list[int] = []
     for start in range(0, len(questions), 1000):  # not the tokens of all prompts at once
         prompts = [question["prompt"] for question in questions[start : start + 1000]]
@@ -75,7 +78,12 @@ def check_prompts(
     longest = lengths.index(max(lengths))
     try:
         check_positions(
-            config, lengths[longest], f"the prompt of {questions[longest]['id']}", name, "leave the row out"
+            config,
+            lengths[longest],
+            f"the prompt of {questions[longest]['id']}",
+            name,
+            "leave the row out",
+            virtual_tokens,
         )
     except RecipeError as error:
         if not has_rotary_positions(config):

@@ -11,6 +11,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.export import restore_run
 from lit_ft.inference.opening import OpenedModel
+from lit_ft.internals.peft import virtual_tokens_of
 from lit_ft.model import loading
 from lit_ft.model.config.positions import has_rotary_positions, positions_in
 from lit_ft.recipe.trainer_checks import quiet_trainer
@@ -40,10 +41,11 @@ class OpenedModule(CausalLM):
 
     def check_length(self, what: str, length: int | None) -> None:
         """Warn of samples beyond the positions, which a model that computes them can be asked for; else refuse them."""
-        limit = positions_in(self.opened.base.config)
-        if length is None or limit is None or length <= limit:
+        limit, virtual = positions_in(self.opened.base.config), virtual_tokens_of(self.opened.model)
+        if length is None or limit is None or length <= (limit := limit - virtual):
             return
-        said = f"{what} of {length:,} tokens is beyond the {limit:,} positions of {self.opened.name}"
+        left = f" that {virtual} virtual tokens leave" if virtual else ""
+        said = f"{what} of {length:,} tokens is beyond the {limit:,} positions of {self.opened.name}{left}"
         if not has_rotary_positions(self.opened.base.config):
             raise RecipeError(f"{said}; set --data.max_length={limit}")
         rank_zero_warn(f"losses are measured all the same: {said}; limit them with --data.max_length={limit}")

@@ -24,6 +24,7 @@ from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import place_logged_values
+from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
@@ -195,7 +196,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
 
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples of more tokens than the model has positions; see ``LimitsLengths``."""
-        check_positions(self.spec.base.config, length, what, f"model.pretrained={self.spec.base.pretrained!r}")
+        name, virtual = f"model.pretrained={self.spec.base.pretrained!r}", virtual_tokens(self.spec.tuning.peft)
+        check_positions(self.spec.base.config, length, what, name, virtual_tokens=virtual)
 
     def setup(self, stage: str) -> None:
         """Check a method that fits some bases only, unless ``check`` was called."""

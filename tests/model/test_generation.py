@@ -264,3 +264,23 @@ def test_answers_do_not_depend_on_prompts_beside(name: str, tmp_path: Path, monk
     assert module.answer(prompts, 8) == alone
     monkeypatch.setattr(architectures, "reads_padding", lambda _: False)
     assert module.answer(prompts, 8) != alone
+
+
+@pytest.mark.parametrize("config", [None, PromptTuningConfig])
+def test_answers_end_at_the_last_learned_position(config: type[PromptLearningConfig] | None, tmp_path: Path) -> None:
+    virtual = 0 if config is None else 4
+    tiny_config("gpt2", n_positions=16 + virtual, initializer_range=0.3).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    peft = config and config(task_type="CAUSAL_LM", num_virtual_tokens=virtual)
+    module = CausalLM(str(tmp_path), init="random", peft=peft)
+    module.configure_model()
+    prompts = ["a red book and a blue cup", "lamp", "the red book and a blue cup", "cups"]
+    lengths = [len(module.tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    assert max(lengths) < 16 < max(lengths) + 12, "some end at a position, some at max_new_tokens"
+    assert min(lengths) + 12 < 16
+    with pytest.warns(UserWarning, match="end at the last of the model's (16|20) positions .* max_new_tokens=12$"):
+        alone = [module.ended_answers([prompt], 12)[0] for prompt in prompts]
+    assert module.ended_answers(prompts, 12) == alone
+    assert {answer.finish_reason for answer in alone} == {"length"}
+    with pytest.raises(RecipeError, match=r"a prompt of \d+ tokens leaves none of the (16|20) positions"):
+        module.answer(["a lamp under the green cup", "the red book and a blue cup " * 4], 12)

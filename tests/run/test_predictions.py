@@ -141,6 +141,8 @@ def test_prompts_beyond_the_positions_of_a_model(model_folder: str, caplog: pyte
     beyond = r"the prompt of longer of 41 tokens is beyond the 40 positions of it; scale .*, or leave the row out"
     with pytest.warns(UserWarning, match=f"^1 of 3 prompts too long: {beyond}"):
         predictions.check_prompts(questions, tokenizer, config, 1, "it")
+    with pytest.warns(UserWarning, match="^1 of 2 prompts too long: .* long of 30 tokens and 11 virtual tokens is"):
+        predictions.check_prompts(questions[:2], tokenizer, config, 1, "it", virtual_tokens=11)
     learned = AutoConfig.for_model("gpt2", n_positions=40)
     with pytest.raises(RecipeError, match="of 41 tokens is beyond the 40 positions of it; leave the row out"):
         predictions.check_prompts(questions, tokenizer, learned, 1, "it")

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from model_folders import shallow
-from peft import LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig
+from peft import LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 from shared_fixtures import make_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer
@@ -276,6 +276,30 @@ def test_samples_beyond_the_models_positions_are_refused(
     ids = torch.arange(3, 16)
     own = DataLoader([{"input_ids": ids, "labels": ids}])
     refused("a sample of 13 tokens is beyond the 12 positions of the model; .*or let the loader give shorter", own)
+
+
+def test_virtual_tokens_take_positions_of_the_model(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    rows = write_rows()
+    tokens = TextDataModule(rows)
+    tokens.load(CausalLM(model_folder).tokenizer, "fit")
+    longest = tokens.splits.longest_sample
+    shutil.copytree(model_folder, tmp_path / "short")
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": longest + 8}))
+
+    def fit(virtual: int, data: LightningDataModule | DataLoader[Any]) -> None:
+        peft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=virtual)
+        make_trainer(max_steps=1).fit(CausalLM(str(tmp_path / "short"), init="random", peft=peft), data)
+
+    said = f"of {longest} tokens and 9 virtual tokens is beyond the {longest + 8} positions"
+    fit(8, TextDataModule(rows))
+    with pytest.raises(RecipeError, match=f"the longest sample {said} .* or set data.max_length={longest - 1}$"):
+        fit(9, TextDataModule(rows))
+    ids = torch.arange(3, 3 + longest)
+    with pytest.raises(RecipeError, match=f"a sample {said}"):
+        fit(9, DataLoader([{"input_ids": ids, "labels": ids}]))
 
 
 def test_checkpoints_hold_what_trains_and_nothing_else(

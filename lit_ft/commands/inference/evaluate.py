@@ -22,6 +22,7 @@ from lit_ft.data.tokens.preparation import MAY_BE_SKIPPED
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer
+from lit_ft.internals.peft import virtual_tokens_of
 from lit_ft.model.generation import GeneratedAnswer
 from lit_ft.protocols import Question
 from lit_ft.recipe.parser import RecipeParser
@@ -38,6 +39,7 @@ LONGEST = 256
 """Largest number of tokens of an answer, where ``--max_new_tokens`` gives none."""
 TRIES = 8
 """Times that a server is asked the same, within about 90 seconds."""
+
 _SECRETS = ("--api_key", "--judge_api_key")
 
 
@@ -250,7 +252,9 @@ class Evaluation:
             if side == "fine-tuned":
                 self._note_texts(Path(options.data.path).name, [row["expected"] for row in self.answers[side]])
         if (questions := self.data.questions(path, opened.tokenizer)) is not None:
-            check_prompts(questions, opened.tokenizer, opened.base.config, options.max_new_tokens, opened.name)
+            virtual = virtual_tokens_of(opened.model)
+            longest = options.max_new_tokens
+            check_prompts(questions, opened.tokenizer, opened.base.config, longest, opened.name, virtual)
             replies = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
             self.replies[side] = replies
             self._note_cut(side, options, options.questions, [reply.finish_reason for reply in replies])

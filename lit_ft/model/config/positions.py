@@ -49,7 +49,12 @@ def _stated(config: PretrainedConfig) -> tuple[object, Mapping[str, object]]:
 
 
 def check_positions(
-    config: PretrainedConfig, length: int | None, what: str, name: str, otherwise: str | None = None
+    config: PretrainedConfig,
+    length: int | None,
+    what: str,
+    name: str,
+    otherwise: str | None = None,
+    virtual_tokens: int = 0,
 ) -> None:
     """Refuse samples that are longer than the model has positions.
 
@@ -59,18 +64,23 @@ def check_positions(
         what: where that length comes from, for the message.
         name: the model in the recipe, for the message.
         otherwise: what to do without more positions; None is ``data.max_length``.
+        virtual_tokens: tokens of a tuning method that come before each sample, and take positions too.
 
     Raises:
         RecipeError: there are too few positions; the message has the option that scales them filled in.
     """
     stated, rope = _stated(config)
-    if length is None or not isinstance(stated, int) or length <= (limit := positions_of(stated, rope)):
+    if length is None or not isinstance(stated, int):
         return
-    fix = otherwise or f"set data.max_length={limit}"
-    if option := _scaling(stated, rope, length):
+    needed, limit = length + virtual_tokens, positions_of(stated, rope)
+    if needed <= limit:
+        return
+    fix = otherwise or f"set data.max_length={limit - virtual_tokens}"
+    if option := _scaling(stated, rope, needed):
         option = option if config.get_text_config() is config else f"{{text_config: {option}}}"
         fix = f"scale them with --model.config_overrides '{option}', or {fix}"
-    raise RecipeError(f"{what} of {length:,} tokens is beyond the {limit:,} positions of {name}; {fix}")
+    size = f"{length:,} tokens" + (f" and {virtual_tokens} virtual tokens" if virtual_tokens else "")
+    raise RecipeError(f"{what} of {size} is beyond the {limit:,} positions of {name}; {fix}")
 
 
 def _scaling(stated: int, rope: Mapping[str, object], length: int) -> str:

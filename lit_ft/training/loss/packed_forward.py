@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.peft import virtual_tokens_of
 from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
@@ -78,7 +79,8 @@ class PackedForward:
         packed = as_packed_batch(batch)
         if packed is not batch:
             longest = max(packed["segment_lengths"], default=0)
-            check_positions(self.base.config, longest, "a sample", "the model", "let the loader give shorter samples")
+            virtual, shorten = virtual_tokens_of(self.model), "let the loader give shorter samples"
+            check_positions(self.base.config, longest, "a sample", "the model", shorten, virtual)
         return packed
 
     def hidden_states(self, batch: PackedBatch, decoder: Decoder | None = None) -> Tensor:
