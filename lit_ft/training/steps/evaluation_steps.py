@@ -10,6 +10,7 @@ from lit_ft.internals.lightning import set_logged_steps
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.metrics import StageMetrics
+from lit_ft.training.steps.repeated_samples import warn_of_repeated_samples
 
 
 class EvaluationStepsModule(LightningModule):
@@ -35,6 +36,7 @@ class EvaluationStepsModule(LightningModule):
     def on_validation_start(self) -> None:
         """Let a validation between the micro-batches of a step be logged at the step before, whose weights it sees."""
         super().on_validation_start()
+        warn_of_repeated_samples(self.trainer.val_dataloaders, "validation")
         if not self.trainer.sanity_checking and self.trainer.global_step:
             self._logged_step = logged_step(self.trainer)
             set_logged_steps(self.trainer, self.trainer.global_step - 1)
@@ -50,6 +52,11 @@ class EvaluationStepsModule(LightningModule):
         """Log the means over the validation set."""
         super().on_validation_epoch_end()
         self.val_metrics.log(self, "val", prog_bar=True)
+
+    def on_test_start(self) -> None:
+        """Name samples that count twice."""
+        super().on_test_start()
+        warn_of_repeated_samples(self.trainer.test_dataloaders, "test")
 
     def on_test_epoch_end(self) -> None:
         """Log the means over the test set."""

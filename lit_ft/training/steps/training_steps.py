@@ -18,6 +18,7 @@ from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, StageMetrics
 from lit_ft.training.steps.guarded_steps import GuardedStepsModule
+from lit_ft.training.steps.repeated_samples import warn_of_repeated_samples
 from lit_ft.tuning import method_hooks
 
 
@@ -33,6 +34,11 @@ class TrainingStepsModule(GuardedStepsModule):
         self.record_losses: Callable[..., None] | None = None
         """Takes ids, tokens' losses, tokens and sources of a batch's samples; ``lit_callbacks.LossLedger``'s."""
         self._window, self._bar_metrics = TokenWindow(), BarMetrics()
+
+    def on_train_start(self) -> None:
+        """Name samples that count twice in an epoch."""
+        super().on_train_start()
+        warn_of_repeated_samples(self.trainer.train_dataloader, "training")
 
     def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Part of the step's token-mean loss; the batch is packed, or padded in Hugging Face's convention."""
