@@ -1,5 +1,6 @@
 """Properties that Hugging Face configs state for some architectures and leave out for others, with their defaults."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ _READ_FROM_OUTSIDE = {
 }
 """By a linear layer's last name: architectures in which the module around it multiplies by its weight itself, with the
 kernels of mamba_ssm or without (transformers 5.24)."""
+_NORMS_READ_FROM_OUTSIDE = re.compile(r"(.*\.)?(mamba|mixer)\.norm")
+"""The same for the gated norm within a Mamba-2 layer."""
 _CHANGED_FROM_OUTSIDE = {
     "classifier": frozenset({"longcat_flash"}),
     "prediction_coefs": frozenset({"gemma3n", "gemma3n_text"}),
@@ -36,6 +39,11 @@ _ROUTERS = {"router": frozenset({"llama4", "llama4_text", "phimoe"})}
 def read_from_outside(config: PretrainedConfig) -> set[str]:
     """Last names of linear layers whose weight is read past an adapter around them."""
     return {name for name, kinds in _READ_FROM_OUTSIDE.items() if config.model_type in kinds}
+
+
+def is_norm_read_from_outside(config: PretrainedConfig, name: str) -> bool:
+    """Whether a module is a norm whose weight is read past an adapter around it."""
+    return config.model_type in _WITH_MAMBA_2 and _NORMS_READ_FROM_OUTSIDE.fullmatch(name) is not None
 
 
 def not_to_pack(config: PretrainedConfig) -> set[str]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import all_linear_layers, names_read_otherwise, refuses_target
-from lit_ft.model.architecture import linear_routers, read_from_outside
+from lit_ft.model.architecture import is_norm_read_from_outside, linear_routers, read_from_outside
 from lit_ft.model.quantization import LinearLayer, linear_modules
 from lit_ft.tuning.targets import unreached
 
@@ -189,6 +189,11 @@ def check_computed(model: PeftModel, method: str) -> None:
             raise RecipeError(
                 f"model.peft: {method} does not fit {name} of {type(base).__name__}, which multiplies groups of its "
                 "inputs; leave it out of target_modules, or take peft.LoraConfig"
+            )
+        if is_norm_read_from_outside(base.config, name):
+            raise RecipeError(
+                f"model.peft: {type(base).__name__} reads the weight of {name} past an adapter, which would not train; "
+                rf"leave such norms out (exclude_modules: '.*\.{name.split('.')[-2]}\.norm')"
             )
         if name.rpartition(".")[2] in from_outside:
             raise RecipeError(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import (
     AdaLoraConfig,
+    LNTuningConfig,
     LoHaConfig,
     LoraConfig,
     PeftConfig,
@@ -89,6 +90,18 @@ def test_adapters_that_a_model_would_not_compute_are_refused(name: str, layer: s
         RecipeError, match=f"reads the weight of model.*{layer} past an adapter, .* set them to all-lin"
     ):
         add_peft(model, LoraConfig(r=2, target_modules=["q_proj", layer]))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "zamba2"])
+def test_norms_that_a_model_reads_itself_are_refused(name: str) -> None:
+    options: dict[str, Any] = {"target_modules": r".*(\.norm|layernorm)"}
+    with pytest.raises(RecipeError, match="reads the weight of .* past an adapter, .* leave such norms out") as error:
+        add_peft(AutoModelForCausalLM.from_config(tiny_config(name)), LNTuningConfig(**options))
+    said = re.search("exclude_modules: '(.+)'", str(error.value))
+    assert said is not None
+    model = AutoModelForCausalLM.from_config(tiny_config(name))
+    wrapped = add_peft(model, LNTuningConfig(**options, exclude_modules=said[1]))
+    assert torch.isfinite(wrapped(input_ids=torch.arange(3, 9)[None]).logits).all()
 
 
 LOST = {"laguna": "mlp.shared_experts.down_proj", "inkling2_text": "weight_proj"}
