@@ -248,6 +248,9 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
         "tokens per epoch": f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.1%}); "
         f"{tokens / steps:,.0f} a step",
     }
+    if plan.mixing.strategy != "concatenate":
+        total, drawn = len(samples.lengths), len(np.unique(members))
+        facts["samples per epoch"] = f"{len(members):,}, from {drawn:,} of {as_count(total, 'sample')}"
     if plan.packing:
         facts["packing"] = (
             f"{as_count(len(units), 'packed sequence')} of {plan.packing:,} tokens, "

@@ -26,6 +26,8 @@ _QUOTED = ("'", '"', "|", ">")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _THEIR_CLASSES = {"_component_", "_target_"}
 """What torchtune and Hydra write for ``class_path``."""
+_PREFERENCE = {"dpo", "grpo", "ipo", "kto", "orpo", "ppo", "rm", "simpo"}
+"""What ``stage`` of LLaMA-Factory, ``rl`` of Axolotl and ``rlhf_type`` of ms-swift call training that is not here."""
 _LISTS_OF_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+")
 _FILES_OF_MODELS = {
     "peft_type": "the config of an adapter, no recipe; name a recipe, or talk to the adapter: python -m lit_ft chat",
@@ -249,7 +251,9 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
         theirs += [key for key in options if OPTIONS.get(key, own := f"{section}.{key}").split()[0] != own]
     if has_only_theirs or has_their_classes or len(theirs) >= 3:
         unknown = [key for key in entries if key not in OPTIONS and key not in (*sections, *OWN_SECTIONS)]
-        raise _of_other_trainer(path, theirs, unknown)
+        if isinstance(entries.get("model"), yaml.ScalarNode):  # ms-swift's
+            theirs.append("model")
+        raise _of_other_trainer(path, theirs, unknown, _preference_training(entries))
     if set(OWN_SECTIONS) & sections.keys():
         return
     for key, what in _FILES_OF_MODELS.items():
@@ -263,22 +267,36 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
         )
 
 
-def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Sequence[str] = ()) -> RecipeError:
+def _preference_training(entries: dict[str, yaml.Node]) -> str:
+    """What to say of another trainer's file for preference or reward training; empty for other files."""
+    for key in ("stage", "rl", "rlhf_type"):
+        node = entries.get(key)
+        if isinstance(node, yaml.ScalarNode) and node.value.lower() in _PREFERENCE:
+            return (
+                f"; {key}: {node.value} is not supervised training, and lit_ft has no other: train on the chosen "
+                "answers (docs/data.md#other-column-names), or keep that trainer for this step"
+            )
+    return ""
+
+
+def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Sequence[str] = (), beyond: str = "") -> RecipeError:
     """Error about a file with options of another trainer, with what stands for each of them here.
 
     Args:
         path: the file.
         theirs: options that stand in ``OPTIONS``.
         unknown: other options.
+        beyond: text on what the file asks for and lit_ft does not do, which ends the message.
     """
     same = {key: f"{home}.{key}" for key in unknown if key != "plugins" and (home := home_of(key))}  # Axolotl's own
-    short = {key: re.split(r"[;,(:]", OPTIONS[key])[0].strip() for key in theirs} | same
+    options = OPTIONS | {"model": "model.pretrained"}
+    short = {key: re.split(r"[;,(:]", options[key])[0].strip() for key in theirs} | same
     told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")
     needless = ", ".join(key for key, ours in short.items() if ours == "nothing")
     rest = f"; leave out {needless}" if needless else ""
     rest += f"; nothing is known of {', '.join(rare)}" if (rare := [key for key in unknown if key not in same]) else ""
     here = f". Here {told}{rest}" if told else ""
-    return RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml{here}")
+    return RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml{here}{beyond}")
 
 
 # --- keys ----------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
     except (ImportError, ValueError, TypeError, MisconfigurationException) as error:
         is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
         advice = "; give a number of devices from 1 on, or auto" if "devices" in str(error) else ""
+        if "enable_checkpointing" in str(error):
+            advice = "; leave trainer.enable_checkpointing out, or take ModelCheckpoint out of trainer.callbacks"
         if is_absent:
             advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu"
         raise RecipeError(f"trainer: {shortened(str(error), 400).rstrip('.')}{advice}") from error

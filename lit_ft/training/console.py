@@ -194,7 +194,10 @@ def describe_devices(trainer: Trainer) -> str:
 
 
 def describe_steps(trainer: Trainer) -> str:
-    """Text with the number of optimizer steps, and the samples and tokens of an epoch."""
+    """Text with the number of optimizer steps, and the samples and tokens of an epoch.
+
+    Where a mixture or ``limit_train_batches`` leaves samples out of an epoch, it says of how many.
+    """
     steps = optimizer_steps(trainer)
     loader: object = trainer.train_dataloader
     if isinstance(loader, StreamLoader):
@@ -204,8 +207,10 @@ def describe_steps(trainer: Trainer) -> str:
     draws, tokens, supervised = loader.epoch_size()
     per_epoch = -(-loader.batches // accumulation(trainer, 0))
     per_step = tokens // max(per_epoch, 1)
+    total = len(loader.samples.lengths)
+    drawn = f"{draws:,} of {as_count(total, 'sample')}" if draws < total else as_count(draws, "sample")
     return (
-        f"{as_count(steps, 'optimizer step')}; an epoch is {as_count(draws, 'sample')}, {tokens:,} tokens "
+        f"{as_count(steps, 'optimizer step')}; an epoch is {drawn}, {tokens:,} tokens "
         f"({supervised / tokens:.0%} supervised) in {as_count(per_epoch, 'step')} of about {per_step:,} tokens"
     )
 

@@ -91,6 +91,18 @@ def test_it_counts_what_the_trainer_then_trains_on(
     assert f"tokens per epoch: {samples.lengths.sum():,}, {samples.supervised.sum():,} supervised" in output
 
 
+def test_it_says_how_many_of_the_samples_a_mixture_takes(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    sources = [
+        {"path": write_rows(make_rows(size), f"{size}.json"), "weight": 1.0, "name": f"of {size}"} for size in (4, 20)
+    ]
+    data = {"sources": sources, "mixing": "first_exhausted"}
+    assert "samples per epoch: 8, from 8 of 24 samples" in run("check", *recipe(tmp_path, model_folder, data))
+    data["mixing"] = "all_exhausted"
+    assert "samples per epoch: 40, from 24 of 24 samples" in run("check", *recipe(tmp_path, model_folder, data))
+
+
 def test_end_tokens_are_those_of_training_and_of_generation(run: Any, tmp_path: Path, write_rows: Any) -> None:
     """Gemma's turns end with another token than its texts."""
     model = save_family("gemma3", tmp_path / "model")

@@ -362,6 +362,14 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         b'[{"text": "a"},\n{"text": "caf\xe9"}]',
         "a.json:2: is not UTF-8 (byte 29); convert",
     ),
+    **{
+        f"UTF-16 in {suffix}": (
+            f"a{suffix}",
+            "instruction,output\nred,红\n".encode("utf-16"),
+            f"a{suffix}: is UTF-16, which Windows calls Unicode; convert the file to UTF-8 (iconv -f UTF-16 -t UTF-8",
+        )
+        for suffix in (".json", ".jsonl", ".csv", ".tsv", ".txt")
+    },
     "UTF-16 without a mark": ("a.txt", "red\n".encode("utf-16-le"), "a.txt: holds null bytes, as UTF-16 does; convert"),
     "Git's pointer": (
         "a.jsonl",

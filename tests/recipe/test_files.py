@@ -117,6 +117,16 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "begin with recipes/qwen.yaml. Here model_name_or_path = model.pretrained, lora_rank = model.peft.r, "
         "cutoff_len = data.max_length; leave out stage",
     ),
+    "preference training of another trainer": (
+        "dpo.yaml",
+        OTHER_RECIPE.replace("sft", "dpo"),
+        "leave out stage; stage: dpo is not supervised training, and lit_ft has no other: train on the chosen answers",
+    ),
+    "a model of ms-swift": (
+        "sft.yaml",
+        "model: Qwen/Qwen2.5-0.5B\ntrain_type: lora\nlora_rank: 8\ntorch_dtype: bfloat16\n",
+        "torch_dtype = model.dtype, model = model.pretrained",
+    ),
     "a recipe of Axolotl": (
         "qlora.yml",
         "base_model: x\nadapter: lora\nstrict: false\ntf32: true\nplugins: [axolotl.Plugin]\n",

@@ -76,6 +76,10 @@ CASES: dict[str, tuple[str, str]] = {
         "matches none; write a list: [q_proj, v_proj]",
     ),
     "no device": ("trainer: {devices: 0}", "using cpu accelerator; give a number of devices from 1 on, or auto"),
+    "a callback for the checkpoints that are off": (
+        "trainer: {enable_checkpointing: false, callbacks: [lightning.pytorch.callbacks.ModelCheckpoint]}",
+        "in callbacks list; leave trainer.enable_checkpointing out, or take ModelCheckpoint out of trainer.callbacks",
+    ),
     "Lightning's DeepSpeed without a GPU": (
         "trainer: {strategy: deepspeed_stage_2, devices: 2}",
         "for CUDA GPUs alone, and there is none; take lit_ft.strategies.DeepSpeedStrategy: --config recipes",

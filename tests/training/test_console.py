@@ -1,5 +1,9 @@
 """What is said when a run starts and ends."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -8,7 +12,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from transformers import CONFIG_MAPPING
 
 from benchmarks.tiny_configs import tiny_config
-from lit_ft.training.console import describe_draws, reasons_of_early_stops
+from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
+from lit_ft.data.loaders.mixing import Mixing
+from lit_ft.data.tokens.samples import collect, join
+from lit_ft.training import console
+from lit_ft.training.console import describe_draws, describe_steps, reasons_of_early_stops
 
 
 @pytest.mark.parametrize(
@@ -45,3 +53,13 @@ def test_the_reason_of_an_early_stop_is_said(patience: int) -> None:
     trainer.fit(Stagnant())
     wanted = ["Monitored metric val/loss did not improve in the last 1 records. Best score: 2.000."]
     assert reasons_of_early_stops(trainer) == (wanted if patience == 1 else [])
+
+
+def test_a_mixture_says_how_many_of_the_samples_an_epoch_takes(monkeypatch: Any) -> None:
+    parts = [collect(ids := np.arange(4 * count, dtype=np.int32), ids, np.full(count, 4)) for count in (3, 20)]
+    monkeypatch.setattr(console, "optimizer_steps", lambda _: 6)
+    monkeypatch.setattr(console, "accumulation", lambda *_: 1)
+    for strategy, wanted in (("first_exhausted", "6 of 23 samples"), ("all_exhausted", "40 samples")):
+        plan = BatchPlan(1, mixing=Mixing(strategy, (1.0, 1.0)))
+        loader = PackedBatchLoader(join(parts, ["small", "large"]), plan)
+        assert f"an epoch is {wanted}, " in describe_steps(SimpleNamespace(train_dataloader=loader))

@@ -412,7 +412,14 @@ def _rows_by_suffix(file: Path, document: str, may_be_json: bool) -> Iterator[tu
 
 def _open(file: Path) -> IO[bytes] | gzip.GzipFile:
     stream = gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")  # noqa: SIM115 (the caller closes it)
-    if stream.read(3) != b"\xef\xbb\xbf":  # a byte-order mark, as Windows editors write it
+    start = stream.read(3)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        stream.close()
+        raise RecipeError(
+            f"{file}: is UTF-16, which Windows calls Unicode; convert the file to UTF-8 "
+            "(iconv -f UTF-16 -t UTF-8 FILE > NEW)"
+        )
+    if start != b"\xef\xbb\xbf":  # a byte-order mark, as Windows editors write it
         stream.seek(0)
     return stream
 
