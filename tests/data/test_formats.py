@@ -388,7 +388,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
             "has no 'output'; each row needs it (columns here: 'instruction', '\\ud800')",
         ),
         ({}, "has no 'instruction'; each row needs it (columns here: none)"),
-        ({"instruction": 3, "output": "a"}, "'instruction' is a int; text is needed"),
+        ({"instruction": 3, "output": "a"}, "'instruction' is an int; text is needed"),
         ({"instruction": "q", "output": None}, "'output' is null; each row needs it"),
         ({"instruction": "q", "output": ["a"]}, "'output' is a list of str; text is needed"),
         ({"instruction": "q", "input": {}, "output": "a"}, "'input' is a dict; text is needed"),
@@ -404,7 +404,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
             {"instruction": "q", "output": "a", "history": ["qa"]},
             "'history' item 1 is a str; a pair [question, answer] is needed",
         ),
-        ({"instruction": "q", "output": "a", "history": [["q", 1]]}, "'history' item 1 is a int; text is needed"),
+        ({"instruction": "q", "output": "a", "history": [["q", 1]]}, "'history' item 1 is an int; text is needed"),
         (
             {"instruction": "q", "output": "a", "history": [["q", ""]]},
             "'history' item 1 is empty; remove it, or the row",
@@ -432,7 +432,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (share(("function_call", "[]")), "the text of a function_call is '[]'; name and arguments are needed"),
         (
             share(("function_call", "[3]")),
-            "item 1: a tool call is a int without a name; it needs 'name' and 'arguments'",
+            "item 1: a tool call is an int without a name; it needs 'name' and 'arguments'",
         ),
         (share(("gpt", "a"), tools="{"), "'tools' is not JSON ("),
     ],
@@ -455,7 +455,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (chat({"role": "user"}), "'messages' item 1: 'content' is missing; text is needed"),
         (chat(ASK, turn("assistant", "")), "'messages' item 2: 'content' is empty; remove it, or the row"),
         (chat(turn("user", [])), "'messages' item 1: 'content' is empty; remove it, or the row"),
-        (chat(turn("user", 3)), "'messages' item 1: 'content' is a int; text is needed"),
+        (chat(turn("user", 3)), "'messages' item 1: 'content' is an int; text is needed"),
         (
             chat(turn("user", [{"type": "image_url"}])),
             "item 1: 'content' holds a part of type 'image_url'; only text can be trained on",
@@ -518,7 +518,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
             (chat(ASK, SAY, tools=[TOOL, bad]), "'tools' item 2 is no function with a name; it needs 'name'")
             for bad in ({"x": 1}, {"type": "retrieval"}, {"function": "f"}, {"function": {"name": 3}}, {"name": ""})
         ),
-        (chat(ASK, SAY, tools=0), "'tools' is a int; a list of objects is needed, or a string that holds one as JSON"),
+        (chat(ASK, SAY, tools=0), "'tools' is an int; a list of objects is needed, or a string that holds one as JSON"),
         (chat(ASK, SAY, tools='{"name": "f"}'), "'tools' is a dict; a list of objects is needed"),
     ],
     "completion": [

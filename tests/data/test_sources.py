@@ -259,9 +259,26 @@ def test_a_folder_and_a_glob(write: Any, tmp_path: Path, caplog: pytest.LogCaptu
         write(f".cache/data/{name}", json.dumps({"text": name}).encode())
     folder = tmp_path / ".cache" / "data"  # a folder may itself lie in a cache
     assert [row["text"] for _, row in read(folder)] == ["a.json", "b.jsonl", "deep/c.jsonl.gz"]
-    assert f"{folder}: 3 files are not data and were left out: LICENSE.txt, README.md, plot.png" in caplog.text
+    left = "3 files are not data and were left out: LICENSE.txt, README.md, plot.png"
+    assert Source(str(folder)).left_out() == left
+    for streaming in (False, True):
+        caplog.clear()
+        TextDataModule(str(folder), streaming=streaming).load(make_tokenizer(), "fit")
+        assert [line for line in caplog.messages if "left out" in line] == [f"{folder}: {left}"]
     assert [row["text"] for _, row in read(folder / "*.json*")] == ["a.json", "b.jsonl"]
     assert [row["text"] for _, row in read(f"{folder}/**/*.gz")] == ["deep/c.jsonl.gz"]
+
+
+def test_files_of_two_formats_in_a_folder(write: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    write("data/a.json", b'[{"instruction": "red", "output": "book"}, {"instruction": "blue", "output": 7}]')
+    turns = [{"from": "human", "value": "red"}, {"from": "gpt", "value": "book"}]
+    write("data/b.json", json.dumps([{"conversations": turns}]).encode())
+    data = TextDataModule(str(tmp_path / "data"), on_bad_row="skip")
+    data.load(make_tokenizer(), "fit")
+    (line,) = (line for line in caplog.messages if "2 of 3 rows cannot be used, skipped" in line)
+    assert line.count("it has the columns of sharegpt: give files of that format a source of their own") == 1
+    assert "'output' is an int" in line
 
 
 def test_files_of_a_folder_that_are_no_rows(write: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -272,7 +289,7 @@ def test_files_of_a_folder_that_are_no_rows(write: Any, tmp_path: Path, caplog: 
     (tmp_path / "data" / "more").symlink_to(tmp_path / "more")
     assert [row for _, row in read(tmp_path / "data")] == [{"text": "a"}]
     left = "._a.json, a-checkpoint.json, dataset_infos.json, more (a linked folder)"
-    assert f"4 files are not data and were left out: {left}" in caplog.text
+    assert Source(f"{tmp_path}/data").left_out() == f"4 files are not data and were left out: {left}"
     (tmp_path / "data" / "c.json").symlink_to("gone.json")
     for path in (tmp_path / "data", f"{tmp_path}/data/*.json"):
         with pytest.raises(

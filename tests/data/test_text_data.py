@@ -66,15 +66,15 @@ def test_too_long_rows_can_be_dropped_or_refused(write_rows: Any) -> None:
 
 def test_bad_rows_stop_or_are_skipped_and_named(write_rows: Any, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*make_rows(3), {"instruction": "a", "output": 7}, *make_rows(2, seed=1), {"instruction": "a"}]
-    with pytest.raises(RecipeError, match="row 4: 'output' is a int; text is needed.*data.on_bad_row=skip"):
+    with pytest.raises(RecipeError, match="row 4: 'output' is an int; text is needed.*data.on_bad_row=skip"):
         load(write_rows, rows)
     caplog.set_level("INFO", "lightning.pytorch")
     data = load(write_rows, rows, on_bad_row="skip")
     assert data.splits["train"].rows.tolist() == [0, 1, 2, 4, 5]
     assert "2 of 7 rows cannot be used, skipped" in caplog.text
-    assert "row 4: 'output' is a int" in caplog.text
+    assert "row 4: 'output' is an int" in caplog.text
     assert "row 7: has no 'output'" in caplog.text
-    with pytest.raises(RecipeError, match=r"not one of 1 row can be used, e.g. \S+, row 1: 'output' is a int"):
+    with pytest.raises(RecipeError, match=r"not one of 1 row can be used, e.g. \S+, row 1: 'output' is an int"):
         load(write_rows, rows[3:4], on_bad_row="skip")
     with pytest.raises(RecipeError, match=r"holds no row that can be read; .*; \S+, row 1: is a JSON int; each row"):
         load(write_rows, [3], on_bad_row="skip")

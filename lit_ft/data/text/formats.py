@@ -287,6 +287,14 @@ def find_format(row: RawRow) -> str:
     )
 
 
+def hint_of_another_format(row: RawRow, form: str) -> str:
+    """Advice for a row that does not follow a format and has all columns of another; empty for other rows."""
+    other = next((name for name, one in FORMATS.items() if one.columns <= row.keys()), form)
+    if other == form or FORMATS[form].columns <= row.keys():
+        return ""
+    return f"; it has the columns of {other}: give files of that format a source of their own (data.sources)"
+
+
 def renamed(row: RawRow, columns: Mapping[str, str] | None) -> RawRow:
     """Rename the columns of a row; ``columns`` maps a format's name to the name in the row."""
     if not columns:
@@ -583,4 +591,5 @@ def _kind(value: object) -> str:
         return "missing"
     if isinstance(value, list) and value:
         return f"a list of {', '.join(sorted({type(item).__name__ for item in value}))}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"

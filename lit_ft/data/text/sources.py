@@ -21,7 +21,6 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Optional
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.printable import printable
 
 from lit_ft.data.text.json_list import LONGEST_ROW_BYTES, ROW_DECODER, TO_UTF_8, items_of_list
@@ -122,17 +121,21 @@ class Source:
         return is_name and not _is_data(self.path) and not Path(self.path).exists()
 
     def files(self) -> list[Path]:
-        """Files that hold the rows, sorted by path; a line says which others were left out.
+        """Files that hold the rows, sorted by path.
 
         Raises:
             RecipeError: there are none.
         """
-        files, left = self._found()
+        files, _ = self._found()
         self._check_of_files(files)
-        if left:
-            number = "1 file is not data and was" if len(left) == 1 else f"{len(left):,} files are not data and were"
-            rank_zero_info(f"{self.path}: {number} left out: {', '.join(left[:5])}")
         return files
+
+    def left_out(self) -> str:
+        """Text on files beside those that hold the rows; empty if there are none."""
+        if self._saved is not None or self.is_on_hub or not (left := self._found()[1]):
+            return ""
+        number = "1 file is not data and was" if len(left) == 1 else f"{len(left):,} files are not data and were"
+        return f"{number} left out: {', '.join(left[:5])}"
 
     def _check_of_files(self, files: Sequence[Path]) -> None:
         """Refuse options that say nothing about files, or not about these."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
 from transformers import PreTrainedTokenizerBase
 
@@ -204,6 +205,8 @@ class Preparation:
             RecipeError: a file cannot be read, or a row cannot be used.
         """
         tokenization = self.tokenization(source)
+        if left := source.left_out():
+            rank_zero_info(f"{source.path}: {left}")
         head = list(islice(source.rows(streaming=True), ROWS_PER_BATCH))
         self.check([location for location, _ in head], tokenization.encode([row for _, row in head]))
 
@@ -240,7 +243,8 @@ class Preparation:
     def describe(self, prepared: Prepared, tokenization: Tokenization, besides: Collection[str] = ()) -> list[str]:
         """Messages about what was done to the rows of a source, without those of ``besides``: notes, and bad rows."""
         notes = Counter({name: count for name, count in prepared.notes.items() if name not in besides})
-        lines = tokenization.describe(notes, prepared.rows)
+        lines = [left] if (left := prepared.source.left_out()) else []
+        lines += tokenization.describe(notes, prepared.rows)
         if prepared.bad_rows and "bad rows" not in besides:
             named = "; ".join(prepared.bad)
             more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""

@@ -31,6 +31,7 @@ from lit_ft.data.text.formats import (
     Example,
     Text,
     Tokens,
+    hint_of_another_format,
     renamed,
     template_options_of,
     unread_columns,
@@ -165,7 +166,10 @@ class Tokenization:
         if isinstance(row, BadRow):
             raise row
         row = renamed(row, self.columns)
-        example = FORMATS[self.format].read(row)
+        try:
+            example = FORMATS[self.format].read(row)
+        except BadRow as error:
+            raise BadRow(f"{error}{hint_of_another_format(row, self.format)}") from error
         if isinstance(example, Chat):
             example.options = template_options_of(row)
         if self.system and isinstance(example, Chat) and example.messages[0]["role"] not in ("system", "developer"):
