@@ -1,5 +1,6 @@
 """Export of the adapter and the merged model to folders that Hugging Face tools load."""
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -84,11 +85,16 @@ class AdapterMerger(Callback):
             keep_last: number of models to keep, the newest, of those by ``every_n_steps`` and of those by ``on_best``.
 
         Raises:
-            ValueError: ``every_n_steps`` or ``keep_last`` is below 1.
+            ValueError: ``every_n_steps`` or ``keep_last`` is below 1, or both folders are the same.
         """
         for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; leave it out for the default")
+        if merged_dir is not None and os.path.realpath(adapter_dir) == os.path.realpath(merged_dir):
+            raise ValueError(
+                f"adapter_dir and merged_dir are both {str(merged_dir)!r}, and the merged model would replace the "
+                "adapter; give each a folder of its own"
+            )
         self.adapter_dir = Path(adapter_dir)
         self.merged_dir = None if merged_dir is None else Path(merged_dir)
         self.texts: Texts = texts or _no_texts
@@ -97,7 +103,7 @@ class AdapterMerger(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error for a model that cannot be merged, before training begins."""
+        """Raise an error for a model that cannot be merged or a folder that cannot be written, before training."""
         model = find_model(pl_module)
         if self.merged_dir is not None:
             if is_quantized(model.get_base_model() if is_peft(model) else model):
@@ -107,6 +113,7 @@ class AdapterMerger(Callback):
                     "lit_callbacks.merging.save_merged(model, folder, quantized_base='dequantize' or 'keep')"
                 )
             check_mergeable(model)
+        self._check_folders(pl_module, model)
         _warn_of_what_is_not_written(pl_module)
         if self.on_best and not _monitored(trainer):
             rank_zero_warn(
@@ -114,6 +121,29 @@ class AdapterMerger(Callback):
                 "ModelCheckpoint(monitor='val/loss')"
             )
         self._best, self._last_step = _best(trainer), trainer.global_step
+
+    def _folders(self, module: LightningModule, model: nn.Module) -> list[Path]:
+        """Folders of the final adapter and merged model, as far as they are written."""
+        is_adapter = model is module or is_peft(model)
+        return [folder for folder in (self.adapter_dir if is_adapter else None, self.merged_dir) if folder is not None]
+
+    def _check_folders(self, module: LightningModule, model: nn.Module) -> None:
+        """Raise an error for a folder that is found impossible at the end otherwise, when weights would be lost.
+
+        On every rank, so that no rank waits for one that has raised.
+        """
+        for folder in map(Path, map(os.path.realpath, self._folders(module, model))):
+            check_replaceable(folder)
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                is_writable = os.access(folder.parent, os.W_OK)
+            except OSError:
+                is_writable = False
+            if not is_writable:
+                raise ValueError(
+                    f"AdapterMerger cannot write {str(folder)!r} at the end of training: {str(folder.parent)!r} is no "
+                    "folder that this user may write to; name another one"
+                )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write the model of a new best checkpoint, whose weights it has until this batch."""
@@ -142,9 +172,7 @@ class AdapterMerger(Callback):
             only_missing: write nothing if all folders exist already.
         """
         if only_missing:
-            is_adapter = (model := find_model(pl_module)) is pl_module or is_peft(model)
-            folders = [self.adapter_dir if is_adapter else None, self.merged_dir]
-            missing = [folder for folder in folders if folder is not None and not folder.exists()]
+            missing = [folder for folder in self._folders(pl_module, find_model(pl_module)) if not folder.exists()]
             if not trainer.strategy.broadcast(bool(missing)):
                 return
         self._write(trainer, pl_module, "")
