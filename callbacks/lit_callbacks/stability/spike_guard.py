@@ -26,6 +26,7 @@ from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.protocols import MeasuresGradientNorm, SumsGradientNorm, grad_scaler
 from lit_callbacks.run_folder import run_folder
+from lit_callbacks.stability.running_statistics import RunningStatistics
 
 LEAST_DEVIATION = 0.1
 """Smallest deviation, relative to the median, for runs with almost no noise."""
@@ -93,8 +94,9 @@ class SpikeGuard(Callback):
     """Skip optimizer steps with a NaN, infinite or spiking loss or gradient norm, on all ranks together.
 
     The check runs after the backward pass of a step's last micro-batch, before gradient clipping and the optimizer. In
-    a skipped step the gradients are removed, so weights, momentum and weight decay do not change; learning-rate
-    schedules and ``global_step`` advance. Logged: ``spike_guard/skipped_steps``, the number of skipped steps so far,
+    a skipped step the gradients are removed, so weights, momentum and weight decay do not change, and running
+    statistics of batch norms are put back; other buffers that a forward pass changes are not. Learning-rate schedules
+    and ``global_step`` advance. Logged: ``spike_guard/skipped_steps``, the number of skipped steps so far,
     whenever it has changed.
 
     It costs one all-reduce of four numbers and one synchronization with the device per optimizer step, none per
@@ -140,6 +142,7 @@ class SpikeGuard(Callback):
         self.folder = None if folder is None else Path(folder)
         self.ids = ids
         self._attempts = Attempts("SpikeGuard")
+        self._statistics: RunningStatistics | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -165,6 +168,7 @@ class SpikeGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Discard the micro-batches of a step that an earlier fit did not finish."""
         self._begin_step()
+        self._statistics = RunningStatistics(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Store the ids of the step's samples."""
@@ -200,6 +204,8 @@ class SpikeGuard(Callback):
             for name, value in measured.items():
                 if value is not None and math.isfinite(value):
                     self._history[name].append(value)
+            if self._statistics is not None:
+                self._statistics.keep()
         if self.skipped_steps != self._logged:
             log_figures(trainer, {"spike_guard/skipped_steps": float(self.skipped_steps)})
             self._logged = self.skipped_steps
@@ -256,6 +262,8 @@ class SpikeGuard(Callback):
         else:
             for parameter in parameters_of(optimizer):
                 parameter.grad = None  # with zeros, weight decay and momentum would still change the weights
+            if self._statistics is not None:
+                self._statistics.restore()
             rank_zero_warn(f"{what}; the step is skipped, evidence: {evidence}")
         if sum(self._recent) >= self.stop_after:
             raise SpikesPersist(
@@ -264,8 +272,13 @@ class SpikeGuard(Callback):
                 "those samples, or start again with a lower learning rate"
             )
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let the module go."""
+        self._statistics = None
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no step could be checked."""
+        self._statistics = None
         if self._batches and not self._recent:
             self._attempts.warn(
                 f"checked nothing: Lightning took no optimizer step (batches: {len(self._batches):,}); in manual "
