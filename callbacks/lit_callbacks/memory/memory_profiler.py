@@ -79,7 +79,15 @@ class MemoryProfiler(Callback):
                 time.
             leak_mib: growth in MiB of the memory between steps, over the last 12 logged readings, above which a warning
                 is given.
+
+        Raises:
+            ValueError: a step is below 1, or ``leak_mib`` is not positive.
         """
+        if isinstance(sample_steps, int) or not all(step >= 1 for step in sample_steps) or not leak_mib > 0:
+            raise ValueError(
+                f"MemoryProfiler(sample_steps={sample_steps!r}, leak_mib={leak_mib}): sample_steps is a list of steps "
+                "counted from 1, [] for none, and leak_mib positive, float('inf') for no warning"
+            )
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.sample_steps, self.picture = tuple(sample_steps), picture
         self.record_history, self.leak_mib = record_history, leak_mib

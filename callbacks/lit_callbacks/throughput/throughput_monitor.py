@@ -122,6 +122,8 @@ class ThroughputMonitor(Callback):
             )
         if isinstance(peak, str) and peak not in ("datasheet", "measure"):
             raise ValueError(f"ThroughputMonitor(peak={peak!r}): give 'datasheet', 'measure', or a number of FLOP/s")
+        if not isinstance(peak, str) and not peak > 0:
+            raise ValueError(f"ThroughputMonitor(peak={peak}): the device's FLOP/s must be positive, e.g. 9.9e14")
         self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps
         self.summary: dict[str, float] = {}
         """Figures of the full run after training, by the logged names."""

@@ -412,3 +412,8 @@ def test_a_run_whose_batches_cannot_be_counted_says_so() -> None:
 def test_a_peak_of_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="peak='measured'.*: give 'datasheet', 'measure', or a number"):
         ThroughputMonitor(peak="measured")  # type: ignore[arg-type]
+
+
+def test_a_peak_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ValueError, match="peak=0.*FLOP/s must be positive"):
+        ThroughputMonitor(peak=0)
