@@ -29,6 +29,7 @@ from lit_callbacks.export.merging import (
     unsplit,
     write_adapter,
 )
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.internals.transformers_internals import is_quantized
 from lit_callbacks.protocols import (
     GathersWeights,
@@ -58,7 +59,7 @@ class AdapterMerger(Callback):
     Folders are written atomically. A tuning method that cannot be merged is an error when training starts. During
     training, a model that cannot be written or fails its check is a warning; at the end it is an error. Schedule-free
     optimizers, which keep two sets of weights (``train()`` and ``eval()``), are in ``eval()`` mode while models are
-    written during training.
+    written during training. With ``fast_dev_run`` no existing model is replaced.
     """
 
     def __init__(
@@ -122,10 +123,24 @@ class AdapterMerger(Callback):
             )
         self._best, self._last_step = _best(trainer), trainer.global_step
 
-    def _folders(self, module: LightningModule, model: nn.Module) -> list[Path]:
-        """Folders of the final adapter and merged model, as far as they are written."""
+    def _folders(self, module: LightningModule, model: nn.Module, suffix: str = "") -> list[Path]:
+        """Folders of the adapter and the merged model, as far as they are written; of the final ones without suffix."""
         is_adapter = model is module or is_peft(model)
-        return [folder for folder in (self.adapter_dir if is_adapter else None, self.merged_dir) if folder is not None]
+        folders = [self.adapter_dir if is_adapter else None, self.merged_dir]
+        return [folder.with_name(folder.name + suffix) for folder in folders if folder is not None]
+
+    @staticmethod
+    def _would_replace_trained(trainer: Trainer, folders: list[Path]) -> bool:
+        """Whether this is a trial of a few batches and there are models that it would replace; a collective."""
+        if not attributes_of(trainer).fast_dev_run:
+            return False
+        present = [str(folder) for folder in folders if folder.exists()]
+        if not trainer.strategy.broadcast(bool(present)):
+            return False
+        rank_zero_warn(
+            f"AdapterMerger keeps {', '.join(present)}: a fast_dev_run replaces no model; remove it to try that"
+        )
+        return True
 
     def _check_folders(self, module: LightningModule, model: nn.Module) -> None:
         """Raise an error for a folder that is found impossible at the end otherwise, when weights would be lost.
@@ -195,6 +210,8 @@ class AdapterMerger(Callback):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         model, tokenizer, strategy = find_model(pl_module), _saved_tokenizer(pl_module), trainer.strategy
+        if self._would_replace_trained(trainer, self._folders(pl_module, model, suffix)):
+            return
         writes, state = trainer.is_global_zero, None
         if isinstance(strategy, WritesModelFolder) and not is_peft(model) and model is not pl_module:
             self._write_sharded(trainer, pl_module, model, strategy.save_pretrained, suffix)

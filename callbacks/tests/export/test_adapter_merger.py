@@ -303,6 +303,19 @@ def test_a_final_folder_that_cannot_be_written_is_refused_before_training(
     assert not module.steps
 
 
+def test_a_trial_of_a_few_batches_replaces_no_model(tmp_path: Path) -> None:
+    def fit(**options: Any) -> None:
+        make_trainer(tmp_path, callbacks=[AdapterMerger(tmp_path / "adapter")], **options).fit(Own(lora()), texts())
+
+    fit(fast_dev_run=True)  # where there is none, it tries to write one
+    written = list((tmp_path / "adapter").iterdir())
+    fit()
+    trained = [path.read_bytes() for path in written]
+    with pytest.warns(UserWarning, match="AdapterMerger keeps .*adapter: a fast_dev_run replaces no model"):
+        fit(fast_dev_run=True)
+    assert [path.read_bytes() for path in written] == trained
+
+
 def test_one_folder_for_both_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the merged model would replace the adapter"):
         AdapterMerger(tmp_path / "model", tmp_path / "more" / ".." / "model")
