@@ -392,3 +392,27 @@ def test_running_statistics_are_those_before_a_skipped_step(tmp_path: Path, make
     assert not any(map(torch.equal, before[:1], after[:1]))
     assert all(statistic.isfinite().all() for statistic in after)
     assert guard._statistics is None  # it holds the module's norms
+
+
+def test_a_new_run_has_no_evidence_of_the_one_before(tmp_path: Path) -> None:
+    """Which a report of its folder would show as its own; a trial keeps it."""
+
+    def fit(values: list[float], **options: Any) -> list[str]:
+        Trainer(**{**QUIET, **options}, callbacks=[SpikeGuard(folder=tmp_path)]).fit(Scaled(), rows(values))
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    (tmp_path / "step.rank.json").touch()
+    (tmp_path / "step00000009.rank1.json").touch()  # of a rank that this run does not have
+    with pytest.warns(UserWarning, match="the step is skipped"):
+        assert fit([1.0, math.nan]) == ["step.rank.json", "step00000001.rank0.json"]
+    assert fit([1.0, 1.0], fast_dev_run=True) == ["step.rank.json", "step00000001.rank0.json"]
+    assert fit([1.0, 1.0]) == ["step.rank.json"]
+
+
+def test_a_resumed_run_keeps_the_evidence(tmp_path: Path) -> None:
+    for until in (2, 3):
+        run = Trainer(**{**QUIET, "max_epochs": until}, callbacks=[SpikeGuard(folder=tmp_path)])
+        with pytest.warns(UserWarning, match="the step is skipped"):
+            run.fit(Scaled(), rows([1.0, math.nan]), ckpt_path=None if until == 2 else tmp_path / "at.ckpt")
+        run.save_checkpoint(tmp_path / "at.ckpt")
+    assert [path.name[:12] for path in sorted(tmp_path.glob("*.json"))] == [f"step{n:08d}" for n in (1, 3, 5)]
