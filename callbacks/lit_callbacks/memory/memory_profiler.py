@@ -111,6 +111,7 @@ class MemoryProfiler(Callback):
         if stage != "fit":
             return
         self.peaks, self.timeline, self.breakdown = {}, [], None
+        self._attempts = Attempts("MemoryProfiler")  # each fit has warnings of its own
         self._steps, self._measures, self._phase = 0, False, "setup"
         self._overall = (0, 0)
         self._steady: deque[tuple[int, int]] = deque(maxlen=_LEAK_READINGS)

@@ -171,6 +171,7 @@ class SpikeGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Discard the micro-batches of a step that an earlier fit did not finish, and the evidence of another run."""
         self._begin_step()
+        self._attempts = Attempts("SpikeGuard")  # each fit has warnings of its own
         self._statistics = RunningStatistics(pl_module)
         if trainer.global_step == 0 and not attributes_of(trainer).fast_dev_run:
             folder = self._folder(trainer)

@@ -135,6 +135,7 @@ class ThroughputMonitor(Callback):
         """Start to measure, and discard the figures of an earlier fit."""
         self._end(trainer)
         self.summary = {}
+        self._attempts = Attempts("ThroughputMonitor")  # each fit has warnings of its own
         self._steps: deque[Measured] = deque(maxlen=self.window)
         self._run: Measured = Measured()
         self._batches: list[_Counted] = []

@@ -334,3 +334,11 @@ def test_a_rank_counts_its_share(tmp_path: Path) -> None:
 def test_steps_and_sizes_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sample_steps is a list of steps counted from 1"):
         MemoryProfiler(**wrong)
+
+
+def test_a_second_fit_warns_again(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    profiler = MemoryProfiler(tmp_path / "file" / "memory")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="MemoryProfiler: cannot write the timeline"):
+            make_trainer(tmp_path, callbacks=[profiler], max_steps=1).fit(Digits(), digits())

@@ -416,3 +416,10 @@ def test_a_resumed_run_keeps_the_evidence(tmp_path: Path) -> None:
             run.fit(Scaled(), rows([1.0, math.nan]), ckpt_path=None if until == 2 else tmp_path / "at.ckpt")
         run.save_checkpoint(tmp_path / "at.ckpt")
     assert [path.name[:12] for path in sorted(tmp_path.glob("*.json"))] == [f"step{n:08d}" for n in (1, 3, 5)]
+
+
+def test_a_second_fit_warns_again() -> None:
+    guard = SpikeGuard(ids=lambda batch: batch["name"])
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="cannot tell samples apart"):
+            Trainer(**QUIET, callbacks=[guard]).fit(Scaled(), rows([1.0]))
