@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -22,6 +23,7 @@ _Result = TypeVar("_Result")
 def evaluating(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """Evaluation mode without gradients, in the run's precision; restores training modes and random states at exit.
 
+    The random states are those of torch, NumPy and Python: data loaders without workers draw from all of them.
     Schedule-free optimizers give the weights that the trained model answers with, and at exit those of training again.
     """
     modes = {part: part.training for part in module.modules()}
@@ -30,6 +32,7 @@ def evaluating(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     try:
         with (
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            isolate_rng(include_cuda=False),  # NumPy's and Python's
             weights_that_answer(trainer, module),
             trainer.precision_plugin.forward_context(),
             torch.no_grad(),

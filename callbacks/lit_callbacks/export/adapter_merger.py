@@ -1,5 +1,6 @@
 """Export of the adapter and the merged model to folders that Hugging Face tools load."""
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from lit_callbacks.export.merging import (
     unsplit,
     write_adapter,
 )
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.internals.transformers_internals import is_quantized
 from lit_callbacks.protocols import (
     GathersWeights,
@@ -57,7 +59,7 @@ class AdapterMerger(Callback):
     Folders are written atomically. A tuning method that cannot be merged is an error when training starts. During
     training, a model that cannot be written or fails its check is a warning; at the end it is an error. Schedule-free
     optimizers, which keep two sets of weights (``train()`` and ``eval()``), are in ``eval()`` mode while models are
-    written during training.
+    written during training. With ``fast_dev_run`` no existing model is replaced.
     """
 
     def __init__(
@@ -84,11 +86,16 @@ class AdapterMerger(Callback):
             keep_last: number of models to keep, the newest, of those by ``every_n_steps`` and of those by ``on_best``.
 
         Raises:
-            ValueError: ``every_n_steps`` or ``keep_last`` is below 1.
+            ValueError: ``every_n_steps`` or ``keep_last`` is below 1, or both folders are the same.
         """
         for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; leave it out for the default")
+        if merged_dir is not None and os.path.realpath(adapter_dir) == os.path.realpath(merged_dir):
+            raise ValueError(
+                f"adapter_dir and merged_dir are both {str(merged_dir)!r}, and the merged model would replace the "
+                "adapter; give each a folder of its own"
+            )
         self.adapter_dir = Path(adapter_dir)
         self.merged_dir = None if merged_dir is None else Path(merged_dir)
         self.texts: Texts = texts or _no_texts
@@ -97,7 +104,7 @@ class AdapterMerger(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error for a model that cannot be merged, before training begins."""
+        """Raise an error for a model that cannot be merged or a folder that cannot be written, before training."""
         model = find_model(pl_module)
         if self.merged_dir is not None:
             if is_quantized(model.get_base_model() if is_peft(model) else model):
@@ -107,6 +114,7 @@ class AdapterMerger(Callback):
                     "lit_callbacks.merging.save_merged(model, folder, quantized_base='dequantize' or 'keep')"
                 )
             check_mergeable(model)
+        self._check_folders(pl_module, model)
         _warn_of_what_is_not_written(pl_module)
         if self.on_best and not _monitored(trainer):
             rank_zero_warn(
@@ -114,6 +122,43 @@ class AdapterMerger(Callback):
                 "ModelCheckpoint(monitor='val/loss')"
             )
         self._best, self._last_step = _best(trainer), trainer.global_step
+
+    def _folders(self, module: LightningModule, model: nn.Module, suffix: str = "") -> list[Path]:
+        """Folders of the adapter and the merged model, as far as they are written; of the final ones without suffix."""
+        is_adapter = model is module or is_peft(model)
+        folders = [self.adapter_dir if is_adapter else None, self.merged_dir]
+        return [folder.with_name(folder.name + suffix) for folder in folders if folder is not None]
+
+    @staticmethod
+    def _would_replace_trained(trainer: Trainer, folders: list[Path]) -> bool:
+        """Whether this is a trial of a few batches and there are models that it would replace; a collective."""
+        if not attributes_of(trainer).fast_dev_run:
+            return False
+        present = [str(folder) for folder in folders if folder.exists()]
+        if not trainer.strategy.broadcast(bool(present)):
+            return False
+        rank_zero_warn(
+            f"AdapterMerger keeps {', '.join(present)}: a fast_dev_run replaces no model; remove it to try that"
+        )
+        return True
+
+    def _check_folders(self, module: LightningModule, model: nn.Module) -> None:
+        """Raise an error for a folder that is found impossible at the end otherwise, when weights would be lost.
+
+        On every rank, so that no rank waits for one that has raised.
+        """
+        for folder in map(Path, map(os.path.realpath, self._folders(module, model))):
+            check_replaceable(folder)
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                is_writable = os.access(folder.parent, os.W_OK)
+            except OSError:
+                is_writable = False
+            if not is_writable:
+                raise ValueError(
+                    f"AdapterMerger cannot write {str(folder)!r} at the end of training: {str(folder.parent)!r} is no "
+                    "folder that this user may write to; name another one"
+                )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write the model of a new best checkpoint, whose weights it has until this batch."""
@@ -142,9 +187,7 @@ class AdapterMerger(Callback):
             only_missing: write nothing if all folders exist already.
         """
         if only_missing:
-            is_adapter = (model := find_model(pl_module)) is pl_module or is_peft(model)
-            folders = [self.adapter_dir if is_adapter else None, self.merged_dir]
-            missing = [folder for folder in folders if folder is not None and not folder.exists()]
+            missing = [folder for folder in self._folders(pl_module, find_model(pl_module)) if not folder.exists()]
             if not trainer.strategy.broadcast(bool(missing)):
                 return
         self._write(trainer, pl_module, "")
@@ -167,6 +210,8 @@ class AdapterMerger(Callback):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         model, tokenizer, strategy = find_model(pl_module), _saved_tokenizer(pl_module), trainer.strategy
+        if self._would_replace_trained(trainer, self._folders(pl_module, model, suffix)):
+            return
         writes, state = trainer.is_global_zero, None
         if isinstance(strategy, WritesModelFolder) and not is_peft(model) and model is not pl_module:
             self._write_sharded(trainer, pl_module, model, strategy.save_pretrained, suffix)

@@ -63,6 +63,7 @@ def write_atomically(
     folder = Path(os.path.realpath(folder))  # for a symbolic link, its target is replaced and the link stays
     recover(folder)
     check_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)  # a module that writes itself makes its own folder only
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

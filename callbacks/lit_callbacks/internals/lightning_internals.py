@@ -19,6 +19,7 @@ class TrainerAttributes(Protocol):
 
     callbacks: list[Callback]
     datamodule: LightningDataModule | None
+    fast_dev_run: int | bool
     limit_predict_batches: int | float
     limit_test_batches: int | float
     limit_val_batches: int | float

@@ -40,7 +40,15 @@ class RankFailureWatchdog(Callback):
             poll_seconds: seconds between two heartbeats.
             timeout_seconds: seconds between a rank's last heartbeat and the exit of the other processes; None is the
                 timeout of the process group.
+
+        Raises:
+            ValueError: a number is not positive.
         """
+        if not (grace_seconds > 0 and poll_seconds > 0 and (timeout_seconds is None or timeout_seconds > 0)):
+            raise ValueError(
+                f"RankFailureWatchdog(grace_seconds={grace_seconds}, poll_seconds={poll_seconds}, "
+                f"timeout_seconds={timeout_seconds}): each must be positive; leave it out for the default"
+            )
         self.grace_seconds, self.poll_seconds, self.timeout_seconds = grace_seconds, poll_seconds, timeout_seconds
         self._stage = 0
         self._over: threading.Event | None = None

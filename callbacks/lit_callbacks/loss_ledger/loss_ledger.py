@@ -103,6 +103,7 @@ class LossLedger(Callback):
         self._started = self._written_at = 0
         self._is_off = False
         self._has_recorded = False
+        self._attempts = Attempts("LossLedger")
 
     # --- recording -----------------------------------------------------------------------------------
 
@@ -146,6 +147,7 @@ class LossLedger(Callback):
         """Give ``record`` to the module, and delete records of steps that this run repeats."""
         self._started = self._written_at = trainer.global_step
         self._pending, self._has_recorded = [], False
+        self._attempts = Attempts("LossLedger")  # each fit has warnings of its own
         self._step, self._epoch = trainer.global_step, trainer.current_epoch
         self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank, trainer.world_size))
         self._lend(pl_module, self.record)
@@ -163,14 +165,15 @@ class LossLedger(Callback):
             self._record_outputs(outputs, batch)
         except Exception as error:  # unexpected shapes or an error in the user's function must not end the run
             self._has_recorded = True
-            rank_zero_warn(
-                f"LossLedger cannot keep a step's losses ({type(error).__name__}: {error}); 'sample_losses' is "
-                "(samples,), 'token_losses' (samples, tokens), and ids= and sources= return one of each a sample"
+            self._attempts.warn(
+                f"cannot keep a step's losses ({type(error).__name__}: {error}); 'sample_losses' is (samples,), "
+                "'token_losses' (samples, tokens), and ids= and sources= return one of each a sample",
+                f"step {type(error).__name__}",
             )
         # Micro-batches before the first optimizer step may be empty, and have no losses.
         if not self._has_recorded and trainer.global_step > self._started:
-            rank_zero_warn(
-                f"LossLedger sees no losses of samples: {type(pl_module).__name__}.training_step returns neither "
+            self._attempts.warn(
+                f"no losses of samples: {type(pl_module).__name__}.training_step returns neither "
                 "'sample_losses' nor 'token_losses', and nothing has called record; nothing is kept until it does"
             )
         self._step = trainer.global_step
@@ -181,9 +184,9 @@ class LossLedger(Callback):
         if not isinstance(outputs, Mapping) or (losses_and_tokens := _returned(outputs)) is None:
             return
         if (ids := outputs.get("sample_ids", self.ids(batch))) is None:
-            rank_zero_warn(
-                f"LossLedger cannot tell samples apart: the {type(batch).__name__} has no 'sample_ids', so their "
-                "losses are not kept; add them to the batch, or pass ids=<function from batch to list>"
+            self._attempts.warn(
+                f"cannot tell samples apart: the {type(batch).__name__} has no 'sample_ids', so their losses are not "
+                "kept; add them to the batch, or pass ids=<function from batch to list>"
             )
             self._has_recorded = True
         else:
@@ -210,7 +213,7 @@ class LossLedger(Callback):
             return
         samples = [*summary["worst"], *summary["best"], *summary["risen"]]
         ids = [*(sample["id"] for sample in samples), *(name for pair in pairs for name in pair["ids"])]
-        if not (texts := Attempts("LossLedger").result("no texts of samples", lambda: _known(texts_of(ids)))):
+        if not (texts := self._attempts.result("no texts of samples", lambda: _known(texts_of(ids)))):
             return
         for sample in samples:
             sample["text"] = texts.get(sample["id"], "")[:TEXT_KEPT]

@@ -79,7 +79,15 @@ class MemoryProfiler(Callback):
                 time.
             leak_mib: growth in MiB of the memory between steps, over the last 12 logged readings, above which a warning
                 is given.
+
+        Raises:
+            ValueError: a step is below 1, or ``leak_mib`` is not positive.
         """
+        if isinstance(sample_steps, int) or not all(step >= 1 for step in sample_steps) or not leak_mib > 0:
+            raise ValueError(
+                f"MemoryProfiler(sample_steps={sample_steps!r}, leak_mib={leak_mib}): sample_steps is a list of steps "
+                "counted from 1, [] for none, and leak_mib positive, float('inf') for no warning"
+            )
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.sample_steps, self.picture = tuple(sample_steps), picture
         self.record_history, self.leak_mib = record_history, leak_mib
@@ -103,6 +111,7 @@ class MemoryProfiler(Callback):
         if stage != "fit":
             return
         self.peaks, self.timeline, self.breakdown = {}, [], None
+        self._attempts = Attempts("MemoryProfiler")  # each fit has warnings of its own
         self._steps, self._measures, self._phase = 0, False, "setup"
         self._overall = (0, 0)
         self._steady: deque[tuple[int, int]] = deque(maxlen=_LEAK_READINGS)

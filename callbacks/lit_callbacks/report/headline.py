@@ -18,7 +18,7 @@ class Figure(NamedTuple):
 
 def headline(run: RunData) -> list[Figure]:
     """Figures of a run, as far as they were logged: loss and accuracy before and after, tokens/s, time, peak memory."""
-    losses = _matching(run, r"(.*[/_])?(train|val)[/_]loss|loss")
+    losses = _matching(run, r"((.*[/_])?(train|val)[/_])?loss(_step|_epoch)?")
     figures = [_before_and_after(name, run.curves[name], "{:.3g}") for name in losses]
     shares = _matching(run, r"(.*/)?(exact_match|rougeL|bleu)")
     figures += [_before_and_after(name, run.curves[name], "{:.1%}") for name in shares]

@@ -15,8 +15,9 @@ from lit_callbacks.report.report_data import Points
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LOSS = ("loss", "nats")
 CHARTS = (
-    ("loss", "nats", r"(.*[/_])?loss(_step|_epoch)?"),
+    (*LOSS, r"(.*[/_])?loss(_step|_epoch)?"),
     ("training loss by source", "nats", r"train/loss/.+"),
     ("validation loss by source", "nats", r"val/loss/.+"),
     ("exact match", "share", r".*exact_match"),
@@ -41,14 +42,20 @@ LONGEST_LABEL = 40
 _COLORS = ("#3d85d9", "#e0792f", "#3f9f63", "#a860c6", "#b8941f", "#d2555a", "#6f849c", "#2ba3a3")
 
 
+def chart_of(name: str) -> tuple[str, str] | None:
+    """Title and unit of the chart that a metric belongs to; None if it is in none."""
+    if name.startswith("forgetting/"):
+        return None
+    matching = (chart for *chart, pattern in CHARTS if re.fullmatch(pattern, name, re.DOTALL))
+    return next(((title, unit) for title, unit in matching), None)
+
+
 def sort_into_charts(curves: Mapping[str, Points]) -> dict[tuple[str, str], dict[str, Points]]:
     """Curves by name of each chart, by title and unit of the chart. Curves of one point are left out."""
     charts: dict[tuple[str, str], dict[str, Points]] = {}
     for name, points in curves.items():
-        for title, unit, pattern in CHARTS:
-            if re.fullmatch(pattern, name, re.DOTALL) and not name.startswith("forgetting/") and len(points) > 1:
-                charts.setdefault((title, unit), {})[name] = points
-                break
+        if len(points) > 1 and (chart := chart_of(name)) is not None:
+            charts.setdefault(chart, {})[name] = points
     order = [title for title, _, _ in CHARTS]
     shown: dict[tuple[str, str], dict[str, Points]] = {}
     for (title, unit), of_chart in sorted(charts.items(), key=lambda chart: order.index(chart[0][0])):

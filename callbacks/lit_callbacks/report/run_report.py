@@ -28,7 +28,7 @@ from lit_callbacks.report.first_batch import describe_batch, holds_tokens, write
 from lit_callbacks.report.headline import headline
 from lit_callbacks.report.page import render_page
 from lit_callbacks.report.report_data import ENVIRONMENT, FIRST_BATCH, LOG_FOLDERS, Json, Points, RunData, read_run
-from lit_callbacks.report.report_plots import draw, sort_into_charts
+from lit_callbacks.report.report_plots import LOSS, chart_of, draw, sort_into_charts
 from lit_callbacks.report.samples import by_prompt
 from lit_callbacks.report.scored_answers import judge
 from lit_callbacks.run_folder import run_folder
@@ -155,7 +155,7 @@ class RunReport(Callback):
             rank_zero_warn(f"RunReport cannot make a page of {str(folder)!r} ({type(error).__name__}: {error})")
             return
         rank_zero_info(f"report: {path}")
-        if not any(title == "loss" for title, _ in sort_into_charts(run.curves)):
+        if not any(len(points) > 1 and chart_of(name) == LOSS for name, points in run.curves.items()):
             every, steps = trainer.log_every_n_steps, trainer.global_step - self._first_step  # type: ignore[attr-defined]
             advice = (
                 f"the run took {as_count(steps, 'step')} and logs at intervals of {every}; "

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
@@ -22,13 +23,16 @@ from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.distributed.gradient_norms import norms_by_name, parameters_of, squared_norm
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import torch_internals
-from lit_callbacks.output.attempts import Attempts
+from lit_callbacks.internals.lightning_internals import attributes_of
+from lit_callbacks.output.attempts import Attempts, written
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.protocols import MeasuresGradientNorm, SumsGradientNorm, grad_scaler
 from lit_callbacks.run_folder import run_folder
+from lit_callbacks.stability.running_statistics import RunningStatistics
 
 LEAST_DEVIATION = 0.1
 """Smallest deviation, relative to the median, for runs with almost no noise."""
+_EVIDENCE = re.compile(r"step\d{8,}\.rank(\d+)\.json")
 
 
 class SpikesPersist(RuntimeError):
@@ -93,8 +97,9 @@ class SpikeGuard(Callback):
     """Skip optimizer steps with a NaN, infinite or spiking loss or gradient norm, on all ranks together.
 
     The check runs after the backward pass of a step's last micro-batch, before gradient clipping and the optimizer. In
-    a skipped step the gradients are removed, so weights, momentum and weight decay do not change; learning-rate
-    schedules and ``global_step`` advance. Logged: ``spike_guard/skipped_steps``, the number of skipped steps so far,
+    a skipped step the gradients are removed, so weights, momentum and weight decay do not change, and running
+    statistics of batch norms are put back; other buffers that a forward pass changes are not. Learning-rate schedules
+    and ``global_step`` advance. Logged: ``spike_guard/skipped_steps``, the number of skipped steps so far,
     whenever it has changed.
 
     It costs one all-reduce of four numbers and one synchronization with the device per optimizer step, none per
@@ -124,7 +129,7 @@ class SpikeGuard(Callback):
             warmup_steps: number of good steps before a finite value can count as a spike.
             stop_after: number of skipped steps among the last ``window`` steps at which ``SpikesPersist`` is raised.
             folder: folder for the evidence, a JSON file for each skipped step and rank; None is ``spikes`` in
-                ``trainer.default_root_dir``.
+                ``trainer.default_root_dir``. A run that begins at step 0 removes that of an earlier one.
             ids: function from a batch to the ids of its samples, for the evidence.
 
         Raises:
@@ -140,6 +145,7 @@ class SpikeGuard(Callback):
         self.folder = None if folder is None else Path(folder)
         self.ids = ids
         self._attempts = Attempts("SpikeGuard")
+        self._statistics: RunningStatistics | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -163,8 +169,14 @@ class SpikeGuard(Callback):
     # --- data of a step ------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Discard the micro-batches of a step that an earlier fit did not finish."""
+        """Discard the micro-batches of a step that an earlier fit did not finish, and the evidence of another run."""
         self._begin_step()
+        self._attempts = Attempts("SpikeGuard")  # each fit has warnings of its own
+        self._statistics = RunningStatistics(pl_module)
+        if trainer.global_step == 0 and not attributes_of(trainer).fast_dev_run:
+            folder = self._folder(trainer)
+            what = f"SpikeGuard cannot remove the evidence of an earlier run in {str(folder)!r}; give folder="
+            written(what, lambda: _forget(folder, trainer.global_rank, trainer.world_size))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Store the ids of the step's samples."""
@@ -200,6 +212,8 @@ class SpikeGuard(Callback):
             for name, value in measured.items():
                 if value is not None and math.isfinite(value):
                     self._history[name].append(value)
+            if self._statistics is not None:
+                self._statistics.keep()
         if self.skipped_steps != self._logged:
             log_figures(trainer, {"spike_guard/skipped_steps": float(self.skipped_steps)})
             self._logged = self.skipped_steps
@@ -256,6 +270,8 @@ class SpikeGuard(Callback):
         else:
             for parameter in parameters_of(optimizer):
                 parameter.grad = None  # with zeros, weight decay and momentum would still change the weights
+            if self._statistics is not None:
+                self._statistics.restore()
             rank_zero_warn(f"{what}; the step is skipped, evidence: {evidence}")
         if sum(self._recent) >= self.stop_after:
             raise SpikesPersist(
@@ -264,8 +280,13 @@ class SpikeGuard(Callback):
                 "those samples, or start again with a lower learning rate"
             )
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let the module go."""
+        self._statistics = None
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no step could be checked."""
+        self._statistics = None
         if self._batches and not self._recent:
             self._attempts.warn(
                 f"checked nothing: Lightning took no optimizer step (batches: {len(self._batches):,}); in manual "
@@ -282,7 +303,7 @@ class SpikeGuard(Callback):
         reasons: list[str],
         measured: Mapping[str, float | None],
     ) -> Path:
-        folder = self.folder or run_folder(trainer) / "spikes"
+        folder = self._folder(trainer)
         path = folder / f"step{trainer.global_step:08d}.rank{trainer.global_rank}.json"
         evidence = {
             "step": trainer.global_step,
@@ -299,6 +320,9 @@ class SpikeGuard(Callback):
         except OSError as error:
             rank_zero_warn(f"SpikeGuard cannot write its evidence to {str(folder)!r} ({error.strerror}); give folder=")
         return path
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return self.folder or run_folder(trainer) / "spikes"
 
     # --- resuming ------------------------------------------------------------------------------------
 
@@ -324,6 +348,15 @@ def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tu
     elif isinstance(strategy, SumsGradientNorm) and (norm := strategy.gradient_norm(parameters)) is not None:
         return bool(parameters), norm / trainer.world_size**0.5
     return bool(parameters), squared_norm(parameters, trainer).sqrt() if parameters else 0.0
+
+
+def _forget(folder: Path, rank: int, world_size: int) -> None:
+    """Remove the evidence of a rank, on rank 0 also that of ranks that this run does not have."""
+    for path in folder.glob("step*.rank*.json"):
+        if (match := _EVIDENCE.fullmatch(path.name)) is not None:
+            owner = int(match.group(1))
+            if (owner if owner < world_size else 0) == rank:
+                path.unlink()
 
 
 def _why_unskippable(trainer: Trainer, optimizer: Optimizer) -> str | None:

@@ -122,6 +122,8 @@ class ThroughputMonitor(Callback):
             )
         if isinstance(peak, str) and peak not in ("datasheet", "measure"):
             raise ValueError(f"ThroughputMonitor(peak={peak!r}): give 'datasheet', 'measure', or a number of FLOP/s")
+        if not isinstance(peak, str) and not peak > 0:
+            raise ValueError(f"ThroughputMonitor(peak={peak}): the device's FLOP/s must be positive, e.g. 9.9e14")
         self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps
         self.summary: dict[str, float] = {}
         """Figures of the full run after training, by the logged names."""
@@ -133,6 +135,7 @@ class ThroughputMonitor(Callback):
         """Start to measure, and discard the figures of an earlier fit."""
         self._end(trainer)
         self.summary = {}
+        self._attempts = Attempts("ThroughputMonitor")  # each fit has warnings of its own
         self._steps: deque[Measured] = deque(maxlen=self.window)
         self._run: Measured = Measured()
         self._batches: list[_Counted] = []

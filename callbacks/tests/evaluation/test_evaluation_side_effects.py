@@ -1,10 +1,12 @@
 """SampleGenerations and ForgettingProbe: what they see, and that training does not notice."""
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -100,6 +102,30 @@ def test_the_loss_can_be_monitored(tmp_path: Path) -> None:
 def test_losses_every_n_steps(tmp_path: Path) -> None:
     fit(tmp_path, ForgettingProbe(["x"], every_n_steps=3), accumulate_grad_batches=2, batches=10)
     assert [line["step"] for line in lines(tmp_path / "forgetting.jsonl")] == [0, 3, 5]
+
+
+def test_random_numbers_of_training_are_the_same_whatever_the_functions_draw_from(tmp_path: Path) -> None:
+    """As augmentations in the main process do, which draw from Python's and NumPy's generators."""
+
+    class Augmented(Counter):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.drawn += [random.random(), float(numpy.random.rand())]
+            return super().training_step(batch, batch_idx)
+
+    def draws(_: Any, asked: Any) -> Any:
+        torch.rand(1), random.random(), numpy.random.rand()
+        return [str(one) for one in asked]
+
+    callbacks = [
+        SampleGenerations(["a"], every_n_steps=2, generate=draws),
+        ForgettingProbe(["x"], every_n_steps=2, loss=lambda *given: (float(draws(*given)[0] == "x"), 1)),
+    ]
+    drawn = []
+    for given in ([], callbacks):
+        random.seed(0)
+        numpy.random.seed(0)
+        drawn.append(fit(tmp_path, given, Augmented()).drawn)
+    assert drawn[0] == drawn[1]
 
 
 class Averages(Callback):

@@ -277,6 +277,50 @@ def test_a_folder_on_the_way_that_cannot_be_written_is_a_warning(tmp_path: Path)
     assert (tmp_path / "adapter-step-4" / "diary.txt").exists()
 
 
+def test_a_folder_in_one_that_is_missing_is_made(tmp_path: Path) -> None:
+    """Where nothing else is written there, and the module makes its own folder only."""
+    merger = AdapterMerger(tmp_path / "out" / "run" / "adapter")
+    make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False, max_steps=1).fit(Own(lora()), texts())
+    assert names(tmp_path / "out" / "run") == ["adapter"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("diary.txt/adapter", "diary.txt' is no folder that this user may write to; name another one"),
+        ("letters", r"letters' holds other things than a model \(old.txt\), which would be lost; name a new folder"),
+    ],
+)
+def test_a_final_folder_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, folder: str, said: str
+) -> None:
+    (tmp_path / "diary.txt").write_text("dear")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "old.txt").write_text("dear")
+    module = Adapted(lora())
+    with pytest.raises(ValueError, match=said):
+        make_trainer(tmp_path, callbacks=[AdapterMerger(tmp_path / folder)]).fit(module, texts())
+    assert not module.steps
+
+
+def test_a_trial_of_a_few_batches_replaces_no_model(tmp_path: Path) -> None:
+    def fit(**options: Any) -> None:
+        make_trainer(tmp_path, callbacks=[AdapterMerger(tmp_path / "adapter")], **options).fit(Own(lora()), texts())
+
+    fit(fast_dev_run=True)  # where there is none, it tries to write one
+    written = list((tmp_path / "adapter").iterdir())
+    fit()
+    trained = [path.read_bytes() for path in written]
+    with pytest.warns(UserWarning, match="AdapterMerger keeps .*adapter: a fast_dev_run replaces no model"):
+        fit(fast_dev_run=True)
+    assert [path.read_bytes() for path in written] == trained
+
+
+def test_one_folder_for_both_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the merged model would replace the adapter"):
+        AdapterMerger(tmp_path / "model", tmp_path / "more" / ".." / "model")
+
+
 @pytest.mark.parametrize("wrong", [{"every_n_steps": 0}, {"keep_last": 0}])
 def test_numbers_below_one_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="=0 must be at least 1"):

@@ -201,3 +201,9 @@ def test_whose_error() -> None:
     assert is_about_another_rank(RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert not is_about_another_rank(RuntimeError("the file of gloomy tales is closed"))
     assert not is_about_another_rank(ValueError("NCCL"))
+
+
+@pytest.mark.parametrize("wrong", ["grace_seconds", "poll_seconds", "timeout_seconds"])
+def test_times_that_are_not_positive_are_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"{wrong}=0.*each must be positive"):
+        RankFailureWatchdog(**{wrong: 0})

@@ -4,6 +4,7 @@ import builtins
 import json
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -337,9 +338,9 @@ def test_shapes_and_functions_that_are_wrong_are_warnings(tmp_path: Path) -> Non
             losses = super().training_step(batch, batch_idx)["sample_losses"]
             return {"loss": losses.mean(), "token_losses": losses.detach()}
 
-    with pytest.warns(UserWarning, match=r"LossLedger cannot keep a step's losses \(IndexError.*\(samples, tokens\)"):
+    with pytest.warns(UserWarning, match=r"LossLedger: cannot keep a step's losses \(IndexError.*\(samples, tokens\)"):
         assert fit(tmp_path, Flat(), rows([5.0, 6.0]), LossLedger()).global_step == 2
-    with pytest.warns(UserWarning, match=r"LossLedger cannot keep a step's losses \(KeyError: 'name'\)"):
+    with pytest.warns(UserWarning, match=r"LossLedger: cannot keep a step's losses \(KeyError: 'name'\)"):
         run = fit(tmp_path, Steps(), rows([5.0, 6.0]), LossLedger(ids=lambda batch: batch["name"]))
     assert run.global_step == 2
     assert not (tmp_path / "loss_ledger").exists()
@@ -417,3 +418,17 @@ def test_the_ranks_ledgers_are_summed_up_together(tmp_path: Path) -> None:
     on_ranks(2, two_ranks, str(tmp_path), timeout=120)
     summary = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())
     assert [(sample["id"], sample["last"]) for sample in summary["worst"]] == [("row 1", 6.0), ("row 0", 5.0)]
+
+
+def test_each_fit_warns_once_and_not_in_each_step(tmp_path: Path) -> None:
+    """Also where a library resets Python's memory of warnings."""
+    callback = LossLedger(tmp_path)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run = Trainer(**QUIET, max_epochs=1, callbacks=[callback])
+            run.fit(Steps(), DataLoader([{"value": float(i)} for i in range(4)]))
+        assert [str(one.message) for one in seen if "samples apart" in str(one.message)] == [
+            "LossLedger: cannot tell samples apart: the dict has no 'sample_ids', so their losses are not kept; add "
+            "them to the batch, or pass ids=<function from batch to list>"
+        ]

@@ -328,3 +328,17 @@ def test_a_rank_counts_its_share(tmp_path: Path) -> None:
         for found in on_ranks(2, shards, tmp_path, strategy, timeout=120):
             assert found["parameters"] == weights / ranks
             assert found["optimizer_state"] == 2 * weights / ranks + 12 * 4
+
+
+@pytest.mark.parametrize("wrong", [{"sample_steps": 3}, {"sample_steps": [0]}, {"leak_mib": 0}])
+def test_steps_and_sizes_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="sample_steps is a list of steps counted from 1"):
+        MemoryProfiler(**wrong)
+
+
+def test_a_second_fit_warns_again(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    profiler = MemoryProfiler(tmp_path / "file" / "memory")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="MemoryProfiler: cannot write the timeline"):
+            make_trainer(tmp_path, callbacks=[profiler], max_steps=1).fit(Digits(), digits())

@@ -498,6 +498,18 @@ def test_a_loss_that_was_logged_once_is_no_curve(tmp_path: Path) -> None:
         fit(tmp_path, [RunReport()], CSVLogger(tmp_path), log_every_n_steps=12)
 
 
+def test_losses_that_are_logged_by_step_and_by_epoch_are_found(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """More curves than share a chart: each has one with its own name."""
+    lines = ["epoch,step,train/loss_step,train/loss_epoch,val/loss", "0,0,4,,", "0,1,3,3.5,3", "1,2,2,,", "1,3,1,1.5,2"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    fit(tmp_path, [RunReport()], False)
+    assert not [warning for warning in recwarn if "no curve of a loss" in str(warning.message)]
+    labels = [figure.label for figure in headline(read_run(tmp_path))]
+    assert labels[:3] == ["train/loss_epoch", "train/loss_step", "val/loss"]
+
+
 def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="RunReport cannot write its page to .* give path="):

@@ -353,3 +353,73 @@ def test_all_ranks_skip_together(tmp_path: Path, strategy: str) -> None:
         assert math.sqrt(sum(n * n for n in norms)) == pytest.approx(evidence["gradient_norm"])
         # The mean of gradients of scales 1 and 500, in multiples of the first step's; weights have hardly moved.
         assert evidence["gradient_norm"] / 2.24 == pytest.approx(250.5, rel=0.03)
+
+
+class Normed(Scaled):
+    """With norms on what the batch says, so that a NaN in it is in their running statistics."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.statistics = norm, []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        spread = torch.arange(4.0)[:, None] * batch["scale"].float()[:, None, None]
+        return loss + self.norm(spread.expand(-1, 4, 4)).mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        self.statistics.append([buffer.clone() for buffer in self.norm.buffers()])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.InstanceNorm1d(4, track_running_stats=True)),
+    ],
+)
+def test_running_statistics_are_those_before_a_skipped_step(tmp_path: Path, make: Any) -> None:
+    module, guard = Normed(make()), SpikeGuard(folder=tmp_path, warmup_steps=3)
+    trainer = Trainer(**QUIET, callbacks=[guard], accumulate_grad_batches=2)
+    with pytest.warns(UserWarning, match="the step is skipped"):
+        trainer.fit(module, rows([1.0, 1.1] * 4 + [1.0, math.nan, 1e9, 1.0, 1.2, 1.0]))
+    assert guard.skipped_steps == 2
+    assert moved(module)[-2:] == [False, True]
+    before, *skipped, after = (module.statistics[at] for at in (7, 9, 11, 13))
+    for one in skipped:
+        assert all(map(torch.equal, before, one))
+    assert not any(map(torch.equal, before[:1], after[:1]))
+    assert all(statistic.isfinite().all() for statistic in after)
+    assert guard._statistics is None  # it holds the module's norms
+
+
+def test_a_new_run_has_no_evidence_of_the_one_before(tmp_path: Path) -> None:
+    """Which a report of its folder would show as its own; a trial keeps it."""
+
+    def fit(values: list[float], **options: Any) -> list[str]:
+        Trainer(**{**QUIET, **options}, callbacks=[SpikeGuard(folder=tmp_path)]).fit(Scaled(), rows(values))
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    (tmp_path / "step.rank.json").touch()
+    (tmp_path / "step00000009.rank1.json").touch()  # of a rank that this run does not have
+    with pytest.warns(UserWarning, match="the step is skipped"):
+        assert fit([1.0, math.nan]) == ["step.rank.json", "step00000001.rank0.json"]
+    assert fit([1.0, 1.0], fast_dev_run=True) == ["step.rank.json", "step00000001.rank0.json"]
+    assert fit([1.0, 1.0]) == ["step.rank.json"]
+
+
+def test_a_resumed_run_keeps_the_evidence(tmp_path: Path) -> None:
+    for until in (2, 3):
+        run = Trainer(**{**QUIET, "max_epochs": until}, callbacks=[SpikeGuard(folder=tmp_path)])
+        with pytest.warns(UserWarning, match="the step is skipped"):
+            run.fit(Scaled(), rows([1.0, math.nan]), ckpt_path=None if until == 2 else tmp_path / "at.ckpt")
+        run.save_checkpoint(tmp_path / "at.ckpt")
+    assert [path.name[:12] for path in sorted(tmp_path.glob("*.json"))] == [f"step{n:08d}" for n in (1, 3, 5)]
+
+
+def test_a_second_fit_warns_again() -> None:
+    guard = SpikeGuard(ids=lambda batch: batch["name"])
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="cannot tell samples apart"):
+            Trainer(**QUIET, callbacks=[guard]).fit(Scaled(), rows([1.0]))

@@ -412,3 +412,16 @@ def test_a_run_whose_batches_cannot_be_counted_says_so() -> None:
 def test_a_peak_of_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="peak='measured'.*: give 'datasheet', 'measure', or a number"):
         ThroughputMonitor(peak="measured")  # type: ignore[arg-type]
+
+
+def test_a_peak_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ValueError, match="peak=0.*FLOP/s must be positive"):
+        ThroughputMonitor(peak=0)
+
+
+def test_a_second_fit_warns_again(tmp_path: Path) -> None:
+    """Of another module, perhaps: in a notebook callbacks are often used twice."""
+    monitor = ThroughputMonitor()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no figures: the run took 1 step"):
+            make_trainer(tmp_path, callbacks=[monitor], max_steps=1).fit(Digits(), digits())
