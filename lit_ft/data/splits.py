@@ -162,7 +162,10 @@ class DataSplits(UserDict[str, Samples]):
             questions += questions_of(self.preparation, source, rows)
         if not questions:
             paths = ", ".join(source.path for source, _ in sources)
-            raise RecipeError(f"{paths}: there is no question to answer; set data.test_path to rows that ask one")
+            raise RecipeError(
+                f"{paths}: there is no question to answer; set data.test_path to rows that ask one, e.g. a "
+                '.jsonl file of {"instruction": "What is red?"}'
+            )
         return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:

@@ -217,7 +217,9 @@ def _no_yaml(path: Path, text: str, error: yaml.YAMLError) -> RecipeError:
     line = mark.line if mark is not None else 0
     advice = "correct it there, or in the line before"
     lines = text.split("\n")
-    if any(_WIDE_COLON.match(one.lstrip(" -")) for one in lines[max(line - 1, 0) : line + 1]):
+    if path.suffix in (".jsonl", ".csv", ".tsv"):
+        advice = f"a recipe is YAML; name data with --data.path {path}"
+    elif any(_WIDE_COLON.match(one.lstrip(" -")) for one in lines[max(line - 1, 0) : line + 1]):
         advice = _NO_WIDE_COLON
     elif "\t" in lines[min(line, text.count("\n"))]:
         advice = "indent with spaces, not with a tab"

@@ -321,6 +321,7 @@ OPTIONS = {
     "resume_only_model": "model.adapter, with model.peft: null",
     "revision": "nothing: download it (hf download --revision), and name its folder with model.pretrained",
     "rl": "nothing: lit_ft trains supervised data",
+    "rlhf_type": "nothing: lit_ft trains supervised data",
     "roles_to_train": "data.supervise; or train: true in a message",
     "rope_scaling": "model.config_overrides, e.g. {rope_parameters: {rope_type: yarn, factor: 4.0}}",
     "run_name": "run_dir",

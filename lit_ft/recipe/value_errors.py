@@ -41,7 +41,10 @@ def _of_simple_types(text: str) -> str:
         words += ["true", "false"] if "bool" in plain else []
         meant = [_OTHER_WORDS.get(value.lower(), "")] if _OTHER_WORDS.get(value.lower()) in words else []
         near = meant or get_close_matches(value.lower(), words, n=1)
-        return f"{value!r} is none of {', '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")
+        advice = f"; did you mean {near[0]}?" if near else ""
+        if "q8_0" in words and _SMALL_TYPE.fullmatch(value):
+            advice = "; llama.cpp's llama-quantize makes smaller types of f16 (docs/export.md)"
+        return f"{value!r} is none of {', '.join(words)}{advice}"
     if plain and plain <= {"int", "float", "bool"} and plain != {"bool"}:
         return no_number(value, whole="float" not in plain)
     if len(plain) == 1 and (kind := plain.pop()) in _KINDS:
@@ -62,6 +65,8 @@ _KINDS = {
     "str": "no text; write one value without brackets",
     "tuple": "no list; write one",
 }
+_SMALL_TYPE = re.compile(r"i?q[1-6]_\w+", re.IGNORECASE)
+"""Types of GGUF's weights below 8 bits."""
 _OTHER_WORDS = {
     "bf16": "bfloat16",
     "chat_template": "messages",

@@ -79,6 +79,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "a.yaml:5: lr_scheduler under model would have no effect",
     ),
     "a list": ("a.yaml", "- a\n- b", "a.yaml: holds a list; a recipe is a mapping, e.g. data: {path: rows.json}"),
+    "rows in lines": ("rows.jsonl", '{"text": "a"}\n{"text": "b"}\n', "a recipe is YAML; name data with --data.path "),
     "rows": ("rows.json", '[{"text": "a"}]', "holds a list; a recipe is a mapping, name data with --data.path "),
     "one value": ("a.yaml", "3", "a.yaml: holds one value; a recipe is a mapping"),
     "an open bracket": (
