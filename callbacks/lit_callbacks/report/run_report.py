@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 from jinja2 import TemplateError  # torch brings it
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from markupsafe import Markup
 
+from lit_callbacks.either_package import is_a
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.printable import printable
 from lit_callbacks.output.quantities import as_count, as_time
@@ -156,14 +158,16 @@ class RunReport(Callback):
             return
         rank_zero_info(f"report: {path}")
         if not any(len(points) > 1 and chart_of(name) == LOSS for name, points in run.curves.items()):
-            every, steps = trainer.log_every_n_steps, trainer.global_step - self._first_step  # type: ignore[attr-defined]
-            advice = (
-                f"the run took {as_count(steps, 'step')} and logs at intervals of {every}; "
-                + ("lower log_every_n_steps" if every > 1 else "train longer")
-                if 0 < steps < 2 * every  # one point is no curve
-                else "log one as 'train/loss', say, with a CSVLogger"
-            )
-            rank_zero_warn(f"RunReport: no curve of a loss was logged; {advice}")
+            rank_zero_warn(f"RunReport: no curve of a loss; {self._how_to_log_one(trainer, run)}")
+
+    def _how_to_log_one(self, trainer: Trainer, run: RunData) -> str:
+        if not run.curves and not any(is_a(logger, CSVLogger) for logger in trainer.loggers):
+            return "curves are those of metrics.csv, which no logger of this run writes; add a CSVLogger"
+        every, steps = trainer.log_every_n_steps, trainer.global_step - self._first_step  # type: ignore[attr-defined]
+        if not 0 < steps < 2 * every:  # one point is no curve
+            return "log one as 'train/loss', say"
+        advice = "lower log_every_n_steps" if every > 1 else "train longer"
+        return f"the run took {as_count(steps, 'step')} and logs at intervals of {every}; {advice}"
 
     def _root(self, trainer: Trainer) -> Path:
         return self.folder or run_folder(trainer)

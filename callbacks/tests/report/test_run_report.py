@@ -488,9 +488,12 @@ def test_without_matplotlib_there_are_tables(page: Path, tmp_path: Path, monkeyp
 
 
 def test_a_run_without_a_loss_is_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="no curve of a loss was logged; log one as 'train/loss', say"):
+    with pytest.warns(UserWarning, match="no curve of a loss; .* metrics.csv, which no logger of this run writes; add"):
         fit(tmp_path, [RunReport()], False)
     assert (tmp_path / "report.html").exists()
+    (tmp_path / "metrics.csv").write_text("epoch,step,accuracy\n0,0,1\n0,1,1\n")
+    with pytest.warns(UserWarning, match="no curve of a loss; log one as 'train/loss', say"):
+        fit(tmp_path, [RunReport()], False)
 
 
 def test_a_loss_that_was_logged_once_is_no_curve(tmp_path: Path) -> None:
