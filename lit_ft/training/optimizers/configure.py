@@ -179,6 +179,8 @@ def _with_groups(
 ) -> Optimizer:
     """Optimizer of a module's trainable parameters, in groups."""
     trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trains:
+        raise RecipeError("no weight of the model trains: each has requires_grad=False, as after module.freeze()")
     pattern_of, undecayed = match_options(list(names or trains), factors, no_weight_decay)
     matrices = hidden_matrices(module)
     members: dict[tuple[bool, str | None, bool], list[nn.Parameter]] = {
