@@ -17,7 +17,7 @@ from model_folders import shallow
 from peft import LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 from shared_fixtures import make_tokenizer
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, get_cosine_schedule_with_warmup
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -241,6 +241,14 @@ def test_a_validation_before_the_fit_and_copies_after_it(make_trainer: Any, mode
         values = [make_trainer().validate(one, data, verbose=False)[0]["val/loss"] for one in (copied, same, module)]
         assert values[0] == values[1] != values[2]
     pickle.loads(pickle.dumps(data))
+
+
+def test_a_warm_up_in_steps_that_is_stepped_by_epochs_is_named(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    warm_up = partial(get_cosine_schedule_with_warmup, num_warmup_steps=2, num_training_steps=6)
+    with pytest.warns(match="LambdaLR steps once per epoch and begins with a learning rate of 0: the first epoch"):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, lr_scheduler=warm_up), TextDataModule(write_rows()))
 
 
 @pytest.mark.processes
