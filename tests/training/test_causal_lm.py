@@ -12,9 +12,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from model_folders import shallow
-from peft import LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
+from peft import EvaConfig, LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 from shared_fixtures import make_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, get_cosine_schedule_with_warmup
@@ -26,6 +27,7 @@ from lit_ft.checkpointing.storage.sharded import merge_optimizer_states
 from lit_ft.errors import NotFinite
 from lit_ft.packed_batch import pack_samples
 from lit_ft.training.optimizers.configure import configure_optimizers
+from lit_ft.training.spec import batches_for_init
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -268,6 +270,15 @@ def test_processes_that_lightning_starts_give_their_weights_and_numbers_back(
     assert any(weight.any() for name, weight in others.items() if "lora_B" in name)
     for name, weight in weights.items():
         torch.testing.assert_close(others[name], weight, atol=1e-6, rtol=1e-5)
+
+
+def test_an_init_that_looks_at_data_is_refused_where_it_would_be_lost(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    module = CausalLM(model_folder, peft=lora(init_lora_weights="eva", eva_config=EvaConfig()))
+    trainer = make_trainer(max_steps=1, strategy=DDPStrategy(start_method="fork"))
+    with pytest.raises(RecipeError, match="'eva' looks at training data, and what it finds is lost with the processes"):
+        batches_for_init(trainer, 1, module.check(), "eva")
 
 
 def test_a_model_that_was_assigned_and_one_that_is_frozen_are_refused(
