@@ -1,10 +1,13 @@
-"""Errors that a user can fix, and the common part of the tables of refused combinations."""
+"""Errors that a user can fix, types of options, and the common part of the tables of refused combinations."""
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -153,3 +156,91 @@ def first_refusal(rows: Iterable[_Row], name: str) -> tuple[_Row, str, str] | No
         if (reason := getattr(row, name)) is not None:
             return row, reason, row.__dataclass_fields__[name].metadata["fix"]
     return None
+
+
+_KINDS: dict[object, tuple[type, ...]] = {int: (Integral,), float: (Real,), str: (str, os.PathLike)}
+"""Classes whose objects are values of an annotation, where these are not the annotation itself."""
+
+
+def check_types(where: str, made: Callable[..., object], values: Mapping[str, object]) -> None:
+    """Refuse values that are not of their options' types, which no parser has compared where they come from Python.
+
+    Args:
+        where: ``model`` or ``data``, the key of the recipe.
+        made: function or class whose annotations count.
+        values: values by name; those of other names are passed over.
+
+    Raises:
+        RecipeError: one is of another type, or none of the names that its option takes.
+    """
+    for name, hint in get_type_hints(made).items():
+        if name != "return" and name in values and not _fits(values[name], hint):
+            raise RecipeError(f"{where}.{name}{_described(values[name], _expected(hint))}")
+
+
+def check_counts(where: str, **counts: int | None) -> None:
+    """Refuse numbers below 1.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise RecipeError(f"{where}.{name}={value} must be 1 or more")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, parts = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in parts)
+    if origin is list:
+        return isinstance(value, list | tuple) and all(_fits(one, parts[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(_fits(one, parts[1]) for one in value.values())
+    if origin is Callable:
+        return callable(value)
+    if origin is Any or not isinstance(origin, type):  # Any is a class since Python 3.11
+        return True
+    return isinstance(value, _KINDS.get(origin, (origin,))) and (origin not in (int, float) or not _is_bool(value))
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _described(value: object, expected: str) -> str:
+    if value is None or isinstance(value, str | bool | Integral | Real | list | tuple | dict):
+        return f"={value!r}, and {expected} is needed"
+    text = f" is of type {type(value).__name__}, and {expected} is needed"
+    return f"{text}; write it by its save_pretrained(FOLDER), and name the folder" if _is_saved(value) else text
+
+
+def _is_saved(value: object) -> bool:
+    """Whether it is a model or a tokenizer, which an option takes by name."""
+    return hasattr(value, "save_pretrained")
+
+
+def _expected(hint: Any) -> str:
+    """Values of an annotation in words."""
+    origin, parts = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_expected(part) for part in parts)
+    if origin is Literal:
+        return parts[0] if len(parts) == 1 else f"one of {', '.join(map(str, parts))}"
+    if origin is list:
+        return f"a list of {_expected(parts[0])}"
+    if origin is Callable:
+        return f"a class or function that makes {_made(parts)}, e.g. by functools.partial,"
+    if origin is NoneType:
+        return "None"
+    if origin is dict:
+        return f"a mapping to {_expected(parts[1])}"
+    return getattr(origin, "__name__", str(origin)).removeprefix("typing.")
+
+
+def _made(parts: tuple[Any, ...]) -> str:
+    """What a function of an annotation returns, in words."""
+    kinds = get_args(parts[1]) or parts[1:] if parts else ()
+    return " or ".join(_expected(kind) for kind in kinds) or "it"

@@ -149,7 +149,16 @@ def pad_to_multiple(batch: PackedBatch, of: int) -> PackedBatch:
 
 
 def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
-    """Pack a padded batch (``input_ids``, ``labels``, optional ``attention_mask``); return a packed one unchanged."""
+    """Pack a padded batch, see ``from_padded``; return a packed one unchanged.
+
+    Raises:
+        RecipeError: it is no such batch.
+    """
+    if not isinstance(batch, Mapping):
+        raise RecipeError(
+            f"data: a batch is of type {type(batch).__name__}; CausalLM takes mappings with input_ids, labels, -100 "
+            "where nothing is supervised, and attention_mask where it is padded"
+        )
     if "segment_lengths" in batch:
         return cast(PackedBatch, batch)
     padded = cast(Mapping[str, Tensor], batch)
@@ -158,24 +167,53 @@ def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
             f"data: a batch has no {missing[0]!r} (it has {', '.join(map(repr, padded)) or 'nothing'}); CausalLM takes "
             "input_ids and labels, -100 where nothing is supervised, and attention_mask where it is padded"
         )
-    return from_padded(padded["input_ids"], padded["labels"], padded.get("attention_mask"))
+    parts = {name: padded.get(name) for name in ("input_ids", "labels", "attention_mask", "position_ids")}
+    tensors = {name: part for name, part in parts.items() if part is not None}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1 or padded["input_ids"].dim() != 2:
+        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise RecipeError(f"data: a batch has {given}; each must be of one shape, (samples, length)")
+    return from_padded(**tensors)
 
 
-def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> PackedBatch:
+def from_padded(
+    input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> PackedBatch:
     """Convert a padded batch in Hugging Face's convention to a packed batch; padding is removed.
 
     Args:
         input_ids: token ids, ``(samples, length)``.
         labels: labels, ``(samples, length)``, unshifted, ``-100`` where not supervised.
         attention_mask: ``(samples, length)``, 1 on real tokens; None when nothing is padded.
+        position_ids: ``(samples, length)``: where they begin at 0 again within a row, it holds several samples.
+
+    Raises:
+        RecipeError: positions are not those that the samples would have without them.
     """
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     real = keep.bool().cpu().numpy()
     ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
-    batch = pack_samples([(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()])
+    rows = [(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()]
+    if position_ids is not None:
+        positions = position_ids.cpu().numpy()
+        of_rows = [positions[i][real[i]] for i in range(len(ids)) if real[i].any()]
+        rows = [part for row, at in zip(rows, of_rows, strict=True) for part in _samples_of_row(*row, at)]
+    batch = pack_samples(rows)
     for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
         batch[name] = batch[name].to(input_ids.device)
     return batch
+
+
+def _samples_of_row(ids: np.ndarray, labels: np.ndarray, positions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Samples of a row that was packed without padding, as by transformers' ``DataCollatorWithFlattening``."""
+    starts, count = np.flatnonzero(positions == 0), len(positions)
+    own = np.arange(count) - np.repeat(starts, np.diff([*starts, count])) if starts[:1] == [0] else None
+    if own is None or not np.array_equal(positions, own) or (count > 1 and len(starts) == count):
+        raise RecipeError(
+            f"data: position_ids of a row are {positions[:8].tolist()}...; those of a sample must be 0, 1, 2, ... "
+            "without gaps, as CausalLM numbers them itself: leave position_ids out"
+        )
+    return list(zip(np.split(ids, starts[1:]), np.split(labels, starts[1:]), strict=True))
 
 
 class TokenLoss(NamedTuple):

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lit_ft.data.text.sources import FormatName, Source
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_counts
 
 DEFAULT_SHUFFLE_BUFFER = 10_000
 """Rows that streaming shuffles at a time, where a recipe says nothing."""
+OPTIONS_OF_SOURCES = frozenset(("path", "sources", "val_path", "val_sources", "test_path"))
+"""Options whose types ``Source`` checks."""
 MOST_WORKERS = 256
 """Maximum number of processes that load or tokenize data: a larger number is a mistake that would stop the machine."""
 
@@ -38,14 +40,8 @@ def check_numbers(
         )
     if isinstance(packing, int) and packing < 0:
         raise RecipeError(f"data.packing={packing} must be the token budget of a packed sequence, e.g. 2048, or off")
-    counts = {
-        "micro_batch_size": micro_batch_size,
-        "micro_batch_tokens": micro_batch_tokens,
-        "shuffle_buffer": shuffle_buffer,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise RecipeError(f"data.{name}={value} must be 1 or more")
+    check_counts("data", micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
+    check_counts("data", shuffle_buffer=shuffle_buffer)
     for name, workers in (("num_workers", num_workers), ("tokenize_workers", tokenize_workers or 0)):
         if not 0 <= workers <= MOST_WORKERS:
             raise RecipeError(f"data.{name}={workers} must be 0 to {MOST_WORKERS} processes")

@@ -23,6 +23,7 @@ from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.data.option_checks import (
     DEFAULT_SHUFFLE_BUFFER,
+    OPTIONS_OF_SOURCES,
     check_exclusive,
     check_fractions_of_stream,
     check_limit,
@@ -39,7 +40,7 @@ from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.data.tokens.preparation import OnBadRow, Preparation
 from lit_ft.data.tokens.truncation import Overlong
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_types
 from lit_ft.internals.lightning import validation_interval
 from lit_ft.model.generation import prompt_size
 from lit_ft.packed_batch import PackedBatch
@@ -47,6 +48,10 @@ from lit_ft.protocols import Checkpoint, LimitsLengths, LoaderState, Question
 
 DEFAULT_MAX_LENGTH = 2048
 """Longest sample in tokens, where a recipe says nothing."""
+
+
+def _one() -> int:
+    return 1
 
 
 class TextDataModule(LightningDataModule):
@@ -131,6 +136,8 @@ class TextDataModule(LightningDataModule):
             num_workers: number of DataLoader processes that build packed batches; 0 is right unless batches are huge.
         """
         super().__init__()
+        given_here = {name: value for name, value in locals().items() if name not in OPTIONS_OF_SOURCES}
+        check_types("data", TextDataModule.__init__, given_here)
         counts = micro_batch_size, micro_batch_tokens, shuffle_buffer
         check_numbers(val_fraction, max_length, packing, *counts, num_workers, tokenize_workers)
         check_system(system)
@@ -177,7 +184,10 @@ class TextDataModule(LightningDataModule):
             RecipeError: a file, a row or the tokenizer cannot be used.
         """
         if tokenizer is None:
-            raise RecipeError("TextDataModule needs a tokenizer: the model's class must have it as `tokenizer`")
+            raise RecipeError(
+                "TextDataModule needs a tokenizer: the model's class must have it as `tokenizer`; without a Trainer, "
+                "call load(tokenizer)"
+            )
         self.splits.use(tokenizer)
         if stage == "fit" and "train" not in self.splits:
             self._load_training()
@@ -323,8 +333,7 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> PackedBatchLoader | StreamLoader:
         """Loader of this rank's micro-batches; each carries the supervised tokens of its optimizer step."""
-        trainer = self.trainer
-        assert trainer is not None
+        trainer = self._trainer_of_loaders()
         replicas, replica = process.data_parallel(trainer)
         # overfit_batches: the same micro-batches each epoch, in the order of the data.
         plan = replace(self.plan(replicas), shuffle=self.shuffle and not _overfits(trainer))
@@ -335,7 +344,7 @@ class TextDataModule(LightningDataModule):
             self._train_loader = self._stream(plan, replica)
         else:
             limit = trainer.limit_train_batches
-            self._train_loader = self._loader("train", plan, limit, lambda: accumulation(trainer))
+            self._train_loader = self._loader("train", plan, limit, partial(accumulation, trainer))
         if state:
             self._train_loader.load_state_dict(state)
         return self._train_loader
@@ -349,8 +358,7 @@ class TextDataModule(LightningDataModule):
         return list(islice((batch for batch in batches if batch["segment_lengths"]), count))
 
     def _stream(self, plan: BatchPlan, replica: int) -> StreamLoader:
-        trainer = self.trainer
-        assert trainer is not None
+        trainer = self._trainer_of_loaders()
         limit = trainer.limit_train_batches
         return StreamLoader(
             self.splits.sources["train"],
@@ -480,6 +488,14 @@ class TextDataModule(LightningDataModule):
         # No list, which Lightning reads as several loaders, and no DataLoader, which it shards once more.
         return UserList(share[start : start + size] for start in starts)
 
+    def _trainer_of_loaders(self) -> Trainer:
+        if self.trainer is None:
+            raise RecipeError(
+                "TextDataModule: the batches of its loaders depend on a Trainer's ranks and accumulation; give it to "
+                "Trainer.fit, or, to look at batches, call load(tokenizer) and set its attribute trainer to a Trainer"
+            )
+        return self.trainer
+
     def _evaluation_loader(self, split: str) -> PackedBatchLoader:
         samples = self.splits[split]
         # No gradients, no optimizer step: a batch may hold as many samples as fit in the memory of a training batch.
@@ -490,20 +506,20 @@ class TextDataModule(LightningDataModule):
         return self._loader(split, plan, 1.0)  # only the trainer applies limit_val_batches
 
     def _loader(
-        self, split: str, plan: BatchPlan, limit: int | float, accumulate: Callable[[], int] = lambda: 1
+        self, split: str, plan: BatchPlan, limit: int | float, accumulate: Callable[[], int] = _one
     ) -> PackedBatchLoader:
-        assert self.trainer is not None
+        trainer = self._trainer_of_loaders()
         loader = PackedBatchLoader(
             self.splits[split],
             plan,
-            replica=process.data_parallel(self.trainer).rank if plan.replicas > 1 else 0,
+            replica=process.data_parallel(trainer).rank if plan.replicas > 1 else 0,
             accumulate=accumulate,
             limit=limit,
             num_workers=self.num_workers,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=trainer.strategy.root_device.type == "cuda",
         )
-        if split in ("train", "val") and _overfits(self.trainer):
-            check_overfitted_share(split, len(loader), self.trainer.overfit_batches)  # type: ignore[attr-defined]
+        if split in ("train", "val") and _overfits(trainer):
+            check_overfitted_share(split, len(loader), trainer.overfit_batches)  # type: ignore[attr-defined]
         check_limit("limit_train_batches", limit, len(loader), "micro-batches of an epoch")
         return loader
 

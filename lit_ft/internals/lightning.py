@@ -9,7 +9,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixi
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -35,6 +35,11 @@ def set_device(module: LightningModule, device: torch.device) -> None:
     for part in module.modules():
         if isinstance(part, _DeviceDtypeModuleMixin):
             part._device = device
+
+
+def gives_weights_back(strategy: Strategy) -> bool:
+    """Whether processes that it forks or spawns for a fit give their weights back to the Trainer's (`ddp_notebook`)."""
+    return isinstance(strategy, DDPStrategy) and strategy._start_method != "popen"
 
 
 def reduces_views(strategy: DDPStrategy) -> bool:

@@ -5,9 +5,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
@@ -375,6 +376,11 @@ def skeleton(pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None
     return model
 
 
+def dtype_name(dtype: Dtype | torch.dtype) -> Dtype:
+    """Name of a dtype, which Python may give as one of torch."""
+    return cast(Dtype, str(dtype).removeprefix("torch."))
+
+
 def dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
     """Dtype that a base is loaded in; ``auto`` is that of its config."""
     return (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
@@ -410,7 +416,12 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     are applied.
     """
     head = with_decoder(model, _HiddenStates(decoder_of(model)))
-    return lambda hidden: head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+    return partial(_logits, head)  # a copy of it, as of the module that holds it, has the copy of the model
+
+
+def _logits(head: nn.Module, hidden: Tensor) -> Tensor:
+    logits: Tensor = head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+    return logits
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

@@ -381,7 +381,16 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return full_weights(self._module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
-        """Full optimizer state on rank 0, in the layout that it has without ZeRO."""
+        """Full optimizer state on rank 0, in the layout that it has without ZeRO.
+
+        Raises:
+            RecipeError: a validation or test after the fit has replaced the engine by one without optimizer.
+        """
+        if self._order and self.deepspeed_engine.basic_optimizer is None:
+            raise RecipeError(
+                "a Trainer that validates or tests after its fit has no optimizer of DeepSpeed any more: call "
+                "save_checkpoint before, or with weights_only=True"
+            )
         return zero_state.optimizer_state(self.deepspeed_engine, self._order, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Generation of answers, and the loss of plain texts, for callbacks and ``predict``."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from lightning.pytorch import LightningModule
@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_ft.errors import RecipeError
 from lit_ft.model.generation import GREEDY, GeneratedAnswer, Sampling, generate_answers
 from lit_ft.model.render_limits import render_chat
 from lit_ft.packed_batch import pack_samples
@@ -37,7 +38,8 @@ class AnsweringModule(LightningModule):
     @property
     def base_model(self) -> PreTrainedModel:
         """Hugging Face model inside PEFT's wrapper."""
-        assert self.model is not None, "the model is built by configure_model"
+        if self.model is None:
+            raise RecipeError("the model has no weights yet: a Trainer reads them, or model.configure_model()")
         return base_model_of(self.model)
 
     def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
@@ -77,6 +79,11 @@ class AnsweringModule(LightningModule):
 
     def predict_step(self, batch: Sequence[Question], batch_idx: int) -> list[Answer]:
         """Answer the questions of a batch, as ``sampling`` says."""
+        if not all(isinstance(question, Mapping) and {"row", "prompt"} <= question.keys() for question in batch):
+            raise RecipeError(
+                "predict takes batches of questions, lists of mappings with row and prompt, as TextDataModule gives "
+                "them; answers to texts of your own are those of model.answer(prompts, max_new_tokens=256)"
+            )
         # Not arguments of `answer`: strategies wrap it, and other modules have it with these two alone.
         self._answered_rows = [question["row"] for question in batch]
         try:

@@ -22,14 +22,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
-from lit_ft.errors import RecipeError
+from lit_ft.errors import check_counts, check_types
 from lit_ft.internals.lightning import place_logged_values
 from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
 from lit_ft.model.isolation import architectures
-from lit_ft.model.loading import Dtype, Init
+from lit_ft.model.loading import Dtype, Init, dtype_name
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.protocols import Checkpoint
@@ -142,9 +142,9 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
                 config, so that peft is null.
         """
         super().__init__()
-        for name, value in {"init_rows": init_rows, "max_new_tokens": max_new_tokens}.items():
-            if value < 1:
-                raise RecipeError(f"model.{name}={value} must be 1 or more")
+        dtype = dtype_name(dtype)
+        check_types("model", CausalLM.__init__, locals())
+        check_counts("model", init_rows=init_rows, max_new_tokens=max_new_tokens)
         new = added_tokens or [], added_special_tokens or []
         pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
         base = ModelSpec(pretrained, tokenizer, *new, init, dtype, attn_implementation, quantization, config_overrides)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,6 +11,7 @@ from lit_callbacks.distributed.host_copy import HostCopy, queued_copy
 from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
+from lit_ft.errors import RecipeError
 from lit_ft.internals import torch as torch_internals
 from lit_ft.internals.transformers import GroupedExperts
 from lit_ft.packed_batch import PackedBatch, TokenLoss
@@ -33,7 +35,22 @@ def gather(state: Tensor, group: distributed.ProcessGroup | None = None) -> list
     return gathered
 
 
-class TokenMean(Metric):
+class OwnStateMetric(Metric):
+    """Metric that shares its state with no other process, and that a fit can change after a validation."""
+
+    def reset(self) -> None:
+        """Start again; the state is none of inference mode, in which `validate` runs."""
+        with torch.inference_mode(False):
+            super().reset()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copy the state: processes of `ddp_spawn` would add to one memory."""
+        super().__setstate__(state)
+        for name in self._defaults:
+            setattr(self, name, getattr(self, name).clone())
+
+
+class TokenMean(OwnStateMetric):
     """Mean of a quantity per token, over all batches and ranks.
 
     Not ``torchmetrics.MeanMetric``: by default that leaves NaN out of the mean, so that a diverged run
@@ -123,7 +140,7 @@ class BarMetrics:
         self._before = now
 
 
-class ExpertLoad(Metric):
+class ExpertLoad(OwnStateMetric):
     """Tokens of the busiest expert of a layer over the mean of its experts, for each layer; 1 where all are equal.
 
     Hooks before the experts count the tokens of training, on the device. A pass that recomputes activations is not
@@ -186,13 +203,23 @@ class StageMetrics(nn.Module):
         self.expert_load: ExpertLoad | None = None
 
     def add(self, result: TokenLoss, batch: PackedBatch) -> None:
-        """Add a packed batch."""
+        """Add a packed batch.
+
+        Raises:
+            RecipeError: an own ``token_loss`` has returned something else.
+        """
+        if not isinstance(result, TokenLoss):
+            raise RecipeError(
+                f"token_loss has returned a {type(result).__name__}, and a lit_ft.packed_batch.TokenLoss is needed: "
+                "the summed loss, the number of right predictions and the loss of each token"
+            )
         tokens = len(batch["targets"])
         self.loss.update(result.loss_sum, tokens)
         self.token_accuracy.update(result.correct, tokens)
         if names := batch.get("source_names"):
             if self.sources is None or self.sources.names != tuple(names):
-                self.sources = SourceMeans(names).to(result.per_token.device)
+                with torch.inference_mode(False):  # as in reset
+                    self.sources = SourceMeans(names).to(result.per_token.device)
             self.sources.update(result.per_token, batch["target_sources"])
             told = batch.get("window_sources")
             self._present = None if self._present is None or told is None else self._present.union(told)

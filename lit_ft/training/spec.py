@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lit_ft import process
 from lit_ft.errors import RecipeError
 from lit_ft.internals import liger_kernel
+from lit_ft.internals.lightning import gives_weights_back
 from lit_ft.internals.transformers import enable_checkpointing, weights_in_float32
 from lit_ft.model import compiled_layers, liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
@@ -212,8 +213,15 @@ def batches_for_init(trainer: Trainer | None, count: int, base: PreTrainedModel,
     """First packed batches of training, for an adapter init that reads data; the model moves to their device.
 
     Raises:
-        RecipeError: there is no training data, or its data module does not hand it out.
+        RecipeError: there is no training data, its data module does not hand it out, or the process that takes the
+            trained weights back cannot repeat the init.
     """
+    if trainer is not None and gives_weights_back(trainer.strategy):
+        raise RecipeError(
+            f"model.peft: init_lora_weights={init!r} looks at training data, and what it finds is lost with the "
+            "processes that a notebook's strategies (ddp_notebook, ddp_fork, ddp_spawn) start; take one device, or "
+            "strategy='ddp' in a script"
+        )
     data = process.datamodule_of(trainer)
     if trainer is None or not isinstance(data, GivesFirstBatches):
         raise RecipeError(

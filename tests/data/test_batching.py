@@ -284,3 +284,28 @@ def test_a_padded_batch_becomes_the_same_row() -> None:
     row = from_padded(ids, labels, torch.tensor([[1, 1, 1], [0, 1, 1]]))
     assert row["segment_lengths"] == [3, 2]
     assert row["targets"].tolist() == [4, 5, 7]
+
+
+def test_a_row_of_several_samples_is_taken_apart_by_its_positions() -> None:
+    """As transformers' ``DataCollatorWithFlattening`` writes them, and as padded batches have them."""
+    ids, positions = torch.tensor([[3, 4, 5, 6, 7, 0]]), torch.tensor([[0, 1, 2, 0, 1, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
+    row = from_padded(ids, ids, mask, positions)
+    assert row["segment_lengths"] == [3, 2]
+    assert row["targets"].tolist() == [4, 5, 7]
+    for wrong in ([[1, 2, 3, 0, 1, 1]], [[0, 1, 3, 0, 1, 1]], [[0, 0, 0, 0, 0, 0]]):
+        with pytest.raises(RecipeError, match=r"position_ids of a row are \[.*: leave position_ids out"):
+            from_padded(ids, ids, mask, torch.tensor(wrong))
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(2, 3)), "a batch is of type tuple; CausalLM takes mappings"),
+        ({"input_ids": torch.arange(3), "labels": torch.arange(3)}, r"input_ids \(3,\), labels \(3,\); each must be"),
+        ({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(2, 2)}, r"input_ids \(2, 3\), labels \(2, 2\); each"),
+    ],
+)
+def test_a_batch_of_another_form(batch: Any, match: str) -> None:
+    with pytest.raises(RecipeError, match=match):
+        as_packed_batch(batch)

@@ -459,3 +459,14 @@ def test_a_share_to_overfit_of_no_batch_is_refused(
     refused = r"trainer.overfit_batches=0.1 is less than one of the \d micro-batches of (train|val) data"
     with pytest.raises(RecipeError, match=refused):
         make_trainer(max_epochs=1, overfit_batches=0.1).fit(CausalLM(model_folder), data)
+
+
+def test_batches_without_a_fit(write_rows: Any) -> None:
+    data = TextDataModule(write_rows(), micro_batch_size=2)
+    with pytest.raises(RecipeError, match=r"needs a tokenizer: .*; without a Trainer, call load\(tokenizer\)"):
+        data.setup("fit")
+    data.load(make_tokenizer())
+    with pytest.raises(RecipeError, match="to look at batches, call .* and set its attribute trainer to a Trainer"):
+        data.train_dataloader()
+    data.trainer = Trainer(accelerator="cpu", logger=False)
+    assert len(next(iter(data.train_dataloader()))["segment_lengths"]) >= 2

@@ -575,6 +575,26 @@ def test_a_step_that_deepspeed_skips_ends_the_run(folders: Any, stage: int) -> N
     assert said.startswith("step 2: train/grad_norm is inf; ")
 
 
+def save_after_a_validation(folder: str, stage: int) -> str:
+    """What is said of a whole checkpoint; one of weights alone is written."""
+    trainer = trainer_with(zero(stage), devices=1, max_steps=1)
+    module, rows = CausalLM(folder, peft=LORA), f"{folder}/rows.json"
+    data = TextDataModule(rows, val_path=rows, max_length=96)
+    trainer.fit(module, data)
+    trainer.validate(module, data, verbose=False)
+    with pytest.raises(RecipeError) as caught:
+        trainer.save_checkpoint(f"{folder}/all_{stage}.ckpt")
+    trainer.save_checkpoint(f"{folder}/weights_{stage}.ckpt", weights_only=True)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_after_a_validation_has_no_optimizer(folders: Any, stage: int) -> None:
+    [said] = on_ranks(1, save_after_a_validation, folders(), stage, timeout=90)
+    assert said.endswith("call save_checkpoint before, or with weights_only=True")
+
+
 def fit_and_compare_linear(folder: str) -> bool:
     before = torch.nn.functional.linear
     fit(folder, Case(partial(zero, 3)))

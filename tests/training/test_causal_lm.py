@@ -1,5 +1,7 @@
+import copy
 import json
 import math
+import pickle
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,12 +12,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from model_folders import shallow
-from peft import LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
+from peft import EvaConfig, LNTuningConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 from shared_fixtures import make_tokenizer
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, get_cosine_schedule_with_warmup
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -24,6 +27,7 @@ from lit_ft.checkpointing.storage.sharded import merge_optimizer_states
 from lit_ft.errors import NotFinite
 from lit_ft.packed_batch import pack_samples
 from lit_ft.training.optimizers.configure import configure_optimizers
+from lit_ft.training.spec import batches_for_init
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -225,6 +229,85 @@ def test_a_padded_batch_of_someone_elses_data_trains(make_trainer: Any, model_fo
     trainer.fit(CausalLM(model_folder), Padded())
     assert trainer.global_step == 2
     assert math.isfinite(trainer.callback_metrics["train/loss"])
+
+
+def test_a_validation_before_the_fit_and_copies_after_it(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    """Metrics that `validate` has reset belong to no inference mode; a copy computes by its own head."""
+    module, data = CausalLM(model_folder, dtype="float32"), TextDataModule(write_rows(), val_path=write_rows())
+    make_trainer().validate(module, data, verbose=False)
+    make_trainer(max_steps=2).fit(module, data)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        make_trainer(max_steps=2).fit(copied, TextDataModule(write_rows(), val_path=write_rows()))
+        same = built(model_folder, dtype="float32")
+        same.load_state_dict(copied.state_dict())
+        values = [make_trainer().validate(one, data, verbose=False)[0]["val/loss"] for one in (copied, same, module)]
+        assert values[0] == values[1] != values[2]
+    pickle.loads(pickle.dumps(data))
+
+
+def test_a_warm_up_in_steps_that_is_stepped_by_epochs_is_named(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    warm_up = partial(get_cosine_schedule_with_warmup, num_warmup_steps=2, num_training_steps=6)
+    with pytest.warns(match="LambdaLR steps once per epoch and begins with a learning rate of 0: the first epoch"):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, lr_scheduler=warm_up), TextDataModule(write_rows()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp_notebook", "ddp_spawn"])
+def test_processes_that_lightning_starts_give_their_weights_and_numbers_back(
+    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str
+) -> None:
+    runs: dict[str, tuple[dict[str, torch.Tensor], float]] = {}
+    for name, size, options in (("auto", 2, {}), (strategy, 1, {"strategy": strategy, "devices": 2})):
+        module = CausalLM(model_folder, dtype="float32", peft=lora(), optimizer=partial(torch.optim.SGD, lr=0.1))
+        trainer = make_trainer(max_steps=1, **options)
+        trainer.fit(module, TextDataModule(write_rows(), micro_batch_size=size))
+        runs[name] = module.trainable_parameters(), float(trainer.callback_metrics["train/loss"])
+    (weights, loss), (others, other_loss) = runs.values()
+    assert other_loss == pytest.approx(loss, abs=1e-5)
+    assert weights.keys() == others.keys()
+    assert any(weight.any() for name, weight in others.items() if "lora_B" in name)
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, atol=1e-6, rtol=1e-5)
+
+
+def test_an_init_that_looks_at_data_is_refused_where_it_would_be_lost(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    module = CausalLM(model_folder, peft=lora(init_lora_weights="eva", eva_config=EvaConfig()))
+    trainer = make_trainer(max_steps=1, strategy=DDPStrategy(start_method="fork"))
+    with pytest.raises(RecipeError, match="'eva' looks at training data, and what it finds is lost with the processes"):
+        batches_for_init(trainer, 1, module.check(), "eva")
+
+
+def test_a_model_that_was_assigned_and_one_that_is_frozen_are_refused(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    assigned = CausalLM(model_folder)
+    assigned.model = AutoModelForCausalLM.from_pretrained(model_folder)
+    frozen = built(model_folder)
+    frozen.freeze()
+    for module, match in ((assigned, "is a Qwen2ForCausalLM that was assigned"), (frozen, "no weight of the model")):
+        with pytest.raises(RecipeError, match=match):
+            make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
+
+
+def test_answers_need_weights_and_questions(make_trainer: Any, model_folder: str) -> None:
+    module = CausalLM(model_folder)
+    with pytest.raises(RecipeError, match=r"no weights yet: a Trainer reads them, or model.configure_model\(\)"):
+        module.answer(["red"], max_new_tokens=1)
+    with pytest.raises(RecipeError, match=r"predict takes batches of questions, .* model.answer\(prompts"):
+        make_trainer().predict(module, DataLoader(["red", "book"]))
+
+
+def test_an_own_loss_of_another_type_is_refused(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    class Summed(CausalLM):
+        def token_loss(self, hidden: Any, batch: Any) -> Any:
+            return hidden.sum()
+
+    with pytest.raises(RecipeError, match="token_loss has returned a Tensor, and a lit_ft.packed_batch.TokenLoss"):
+        make_trainer(max_steps=1).fit(Summed(model_folder), TextDataModule(write_rows()))
 
 
 def test_a_fit_without_the_command_line_refuses_what_would_begin_with_other_numbers(

@@ -43,6 +43,13 @@ def test_what_would_do_nothing_or_another_thing_is_refused(callback: Callback) -
         check_lightning_callbacks([callback], ONE_DEVICE)
 
 
+def test_a_callback_is_refused_before_it_fails_by_itself(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    with pytest.raises(RecipeError, match="BackboneFinetuning freezes parts of a model that is not there yet"):
+        make_trainer(max_steps=1, callbacks=[BackboneFinetuning()]).fit(
+            CausalLM(model_folder), TextDataModule(write_rows())
+        )
+
+
 def test_averages_are_refused_where_no_rank_has_all_weights() -> None:
     for strategy in (ONE_DEVICE, DDPStrategy()):
         check_lightning_callbacks([WeightAveraging(), EMAWeightAveraging()], strategy)

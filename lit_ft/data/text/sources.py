@@ -25,7 +25,7 @@ from lit_callbacks.output.printable import printable
 
 from lit_ft.data.text.json_list import LONGEST_ROW_BYTES, ROW_DECODER, TO_UTF_8, items_of_list
 from lit_ft.data.text.json_object import refuse_one_object
-from lit_ft.errors import BadRow, RecipeError, explained
+from lit_ft.errors import BadRow, RecipeError, check_types, explained
 from lit_ft.internals.hub import remedy, use_the_cache_without_a_network
 from lit_ft.model.files.git_pointer import refuse_pointer
 
@@ -89,6 +89,7 @@ class Source:
                 "the rows to one, e.g. dataset.save_to_disk(FOLDER), and name it"
             )
         object.__setattr__(self, "path", os.fspath(self.path))
+        check_types("data.sources", Source, vars(self))
         if not self.path.strip():
             raise RecipeError(f"data.path={self.path!r} names nothing; give a file, a folder, a glob, or a data set")
         if self.max_rows is not None and self.max_rows < 1:

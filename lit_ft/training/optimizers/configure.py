@@ -77,6 +77,11 @@ def configure_optimizers(
         return built
     given = [group["lr"] for group in built.param_groups]
     scheduler = lr_scheduler(built)
+    if not isinstance(scheduler, WarmupSchedule) and not any(group["lr"] for group in built.param_groups):
+        rank_zero_warn(
+            f"lr_scheduler: {type(scheduler).__name__} steps once per epoch and begins with a learning rate of 0: the "
+            "first epoch trains nothing; for a warm-up in optimizer steps take lit_ft.schedules, e.g. CosineWithWarmup"
+        )
     if (note := describe_own_rates(scheduler, given, built)) is not None:
         rank_zero_info(note)
     if not isinstance(scheduler, WarmupSchedule):
@@ -179,6 +184,8 @@ def _with_groups(
 ) -> Optimizer:
     """Optimizer of a module's trainable parameters, in groups."""
     trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trains:
+        raise RecipeError("no weight of the model trains: each has requires_grad=False, as after module.freeze()")
     pattern_of, undecayed = match_options(list(names or trains), factors, no_weight_decay)
     matrices = hidden_matrices(module)
     members: dict[tuple[bool, str | None, bool], list[nn.Parameter]] = {

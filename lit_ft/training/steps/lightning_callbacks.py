@@ -1,6 +1,6 @@
 """Lightning's callbacks that change what is trained: which are refused, and averages that leave the base alone."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import Tensor
@@ -42,6 +43,17 @@ class LightningCallbacksModule(LightningModule):
         super().__init__()
         self._holds_average = False
         """Whether ``WeightAveraging`` has exchanged weights and average, for a validation."""
+
+    def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        """Check the trainer's strategy and callbacks before these are set up, which may end in errors of their own.
+
+        Raises:
+            RecipeError: a callback would do nothing, or the strategy trains something else.
+        """
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            check_lightning_strategy(type(self.trainer.strategy))
+            check_lightning_callbacks(attributes_of(self.trainer).callbacks, self.trainer.strategy)
+        return super().configure_callbacks()
 
     def setup(self, stage: str) -> None:
         """Check the trainer's strategy and callbacks, and let averages of weights leave the frozen base as it is.

@@ -17,12 +17,13 @@ from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, StageMetrics
+from lit_ft.training.steps.given_weights import GivenWeightsModule
 from lit_ft.training.steps.guarded_steps import GuardedStepsModule
 from lit_ft.training.steps.repeated_samples import warn_of_repeated_samples
 from lit_ft.tuning import method_hooks
 
 
-class TrainingStepsModule(GuardedStepsModule):
+class TrainingStepsModule(GivenWeightsModule, GuardedStepsModule):
     """LightningModule whose forward pass returns the loss of a packed batch, of which a step takes its part."""
 
     model: PreTrainedModel | PeftModel | None
