@@ -361,6 +361,14 @@ def test_samples_beyond_the_models_positions_are_refused(
     refused("a sample of 13 tokens is beyond the 12 positions of the model; .*or let the loader give shorter", own)
 
 
+def test_a_batch_without_supervised_tokens_is_named(make_trainer: Any, model_folder: str) -> None:
+    ids = torch.arange(3, 9)
+    loader = DataLoader([{"input_ids": ids, "labels": torch.full_like(ids, -100)}])
+    module = CausalLM(model_folder, peft=lora())
+    with pytest.warns(UserWarning, match="^a batch of this loader has no supervised token, and trains nothing: its"):
+        make_trainer(max_steps=1).fit(module, loader)
+
+
 def test_virtual_tokens_take_positions_of_the_model(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
 ) -> None:

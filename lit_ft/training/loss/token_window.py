@@ -59,6 +59,11 @@ def _count(trainer: Trainer, batch: PackedBatch, accumulate: int) -> int | Tenso
                 "mean of micro-batch means, not over the tokens of the step. lit_ft.TextDataModule counts them"
             )
         tokens = len(batch["targets"]) * accumulate
+        if not tokens:
+            rank_zero_warn(
+                "a batch of this loader has no supervised token, and trains nothing: its labels are all -100, or only "
+                "the first token of a sample has another"
+            )
     if process.data_parallel(trainer).size == 1:
         return tokens
     # Filled there: torch.tensor would copy, and wait.
