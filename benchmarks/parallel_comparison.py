@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -188,7 +188,8 @@ def _train(folder: str, case: Case, dtype: Any) -> Trained:
         use_distributed_sampler=False,
         callbacks=[record],
     )
-    module = CausalLM(folder, dtype=dtype, peft=WAYS[case.way], optimizer=partial(torch.optim.SGD, lr=0.1))
+    module = CausalLM(folder, peft=WAYS[case.way], optimizer=partial(torch.optim.SGD, lr=0.1))
+    module.spec = replace(module.spec, base=replace(module.spec.base, dtype=dtype))  # double precision is no option
     trainer.fit(module, TextDataModule(f"{folder}/rows.json", micro_batch_size=4, max_length=96))
     return record.steps, record.gradients
 
