@@ -183,7 +183,12 @@ def rank_prefix() -> str:
 
 
 def explain_distributed_error(error: Exception) -> str | None:
-    """Message for an error that another rank caused by ending or being late; None for any other error."""
+    """Message for an error that another rank caused by ending or being late, or a port in use; None for any other."""
+    if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
+        return (
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')} is in use on this machine, maybe by another run; set it to a "
+            "free port, the same on every node, or leave it out on one machine"
+        )
     if not is_about_another_rank(error):
         return None
     # Without the location in torch's sources and torch's advice.

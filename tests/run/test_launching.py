@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from command_line import ENVIRONMENT, assert_same_run, here, losses, recipe
 from forked_commands import ForkedCommand, session_members, wait_until
 from lightning.pytorch.strategies import DDPStrategy
@@ -416,6 +417,17 @@ def test_whose_fault(text: str, said: str | None) -> None:
     found = explain_distributed_error(RuntimeError(text))
     assert found is None if said is None else said in (found or "")
     assert explain_distributed_error(ValueError(text)) is None
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(dist.DistNetworkError) as raised:
+            dist.TCPStore("127.0.0.1", port, world_size=2, is_master=True)
+    assert f"MASTER_PORT={port} is in use on this machine" in (explain_distributed_error(raised.value) or "")
 
 
 # --- bandwidth -----------------------------------------------------------------------------------
