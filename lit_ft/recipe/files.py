@@ -245,6 +245,11 @@ def _entries(node: yaml.Node) -> dict[str, yaml.Node]:
 
 
 def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
+    if "zero_optimization" in entries:
+        raise RecipeError(
+            f"--config {path}: is DeepSpeed's configuration, no recipe; it is an option of the strategy: "
+            f"--trainer.strategy lit_ft.strategies.DeepSpeedStrategy --trainer.strategy.config {path}"
+        )
     sections = {key: _entries(value) for key, value in entries.items() if isinstance(value, yaml.MappingNode)}
     has_their_classes = any(not _THEIR_CLASSES.isdisjoint(options) for options in sections.values())
     theirs = [key for key in entries if key in OPTIONS]

@@ -164,6 +164,21 @@ WRONG: dict[str, tuple[str, str, str]] = {
         '[model]\nhf_assets_path = "x"\n[training]\nlocal_batch_size = 1\nsteps = 9\n',
         "Here hf_assets_path = model.pretrained, local_batch_size = data.micro_batch_size, steps = trainer.max_steps",
     ),
+    "a parallel layout of torchtitan": (
+        "llama3.toml",
+        "[training]\nlocal_batch_size = 1\n[parallelism]\npipeline_parallel_degree = 2\ncontext_parallel_degree = 2\n",
+        "Here local_batch_size = data.micro_batch_size, pipeline_parallel_degree = trainer.strategy, context_parallel",
+    ),
+    "a parallel layout of Axolotl": (
+        "axolotl.yaml",
+        "base_model: x\ndp_shard_size: 2\ndp_replicate_size: 2\ntensor_parallel_size: 2\n",
+        "dp_shard_size = trainer.strategy, dp_replicate_size = trainer.strategy, tensor_parallel_size = tensor_pa",
+    ),
+    "a configuration of DeepSpeed": (
+        "zero2.json",
+        '{"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 2}}',
+        "is DeepSpeed's configuration, no recipe; it is an option of the strategy: --trainer.strategy lit_ft.strat",
+    ),
     "two words of another trainer": (
         "a.yaml",
         "model_name_or_path: x\ndataset_name: y\n",
