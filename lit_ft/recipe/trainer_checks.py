@@ -24,6 +24,12 @@ from lit_ft.recipe.value_errors import shortened
 from lit_ft.run.time_limit import MaxTime, duration
 from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 
+_OURS = {
+    "deepspeed": "lit_ft.strategies.DeepSpeedStrategy: --config recipes/strategies/deepspeed_zero2.yaml",
+    "fsdp": "lit_ft.strategies.FSDPStrategy: --config recipes/strategies/fsdp.yaml",
+}
+"""By the beginning of a name of Lightning's: the strategy that runs on CPUs too."""
+
 
 @contextmanager
 def explained_trainer(accelerator: str) -> Iterator[None]:
@@ -34,6 +40,8 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
     """
     try:
         yield
+    except RecipeError:
+        raise  # a strategy's own, with its own advice
     except (ImportError, ValueError, TypeError, MisconfigurationException) as error:
         is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
         advice = "; give a number of devices from 1 on, or auto" if "devices" in str(error) else ""
@@ -76,7 +84,7 @@ def check_strategy_name(strategy: object) -> None:
 
 
 def check_strategy(strategy: object) -> None:
-    """Refuse, beside unknown names, processes that take pickled objects, and Lightning's DeepSpeed on CPUs.
+    """Refuse, beside unknown names, processes that take pickled objects, and Lightning's DeepSpeed and FSDP on CPUs.
 
     Model and data of a recipe cannot be pickled, and DeepSpeed's ranks would fail one by one.
 
@@ -91,10 +99,10 @@ def check_strategy(strategy: object) -> None:
             f"trainer.strategy={strategy} pickles model and data for each process, which cannot be pickled; take ddp, "
             "or ddp_fork in a notebook"
         )
-    if strategy.startswith("deepspeed") and not torch.cuda.is_available():
+    ours = next((ours for name, ours in _OURS.items() if strategy.startswith(name)), None)
+    if ours is not None and not torch.cuda.is_available():
         raise RecipeError(
-            f"trainer.strategy={strategy} is Lightning's own, for CUDA GPUs alone, and there is none; take "
-            "lit_ft.strategies.DeepSpeedStrategy: --config recipes/strategies/deepspeed_zero2.yaml"
+            f"trainer.strategy={strategy} is Lightning's own, for CUDA GPUs alone, and there is none; take {ours}"
         )
 
 

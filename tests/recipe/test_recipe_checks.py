@@ -84,6 +84,10 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {strategy: deepspeed_stage_2, devices: 2}",
         "for CUDA GPUs alone, and there is none; take lit_ft.strategies.DeepSpeedStrategy: --config recipes",
     ),
+    "Lightning's FSDP without a GPU": (
+        "trainer: {strategy: fsdp, devices: 2}",
+        "for CUDA GPUs alone, and there is none; take lit_ft.strategies.FSDPStrategy: --config recipes/strategies/fsdp",
+    ),
     "processes that take pickled objects": (
         "trainer: {strategy: ddp_spawn, devices: 2}",
         "trainer.strategy=ddp_spawn pickles model and data for each process, which cannot be pickled; take ddp",

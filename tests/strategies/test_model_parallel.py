@@ -742,7 +742,10 @@ def refused(capsys: Any, tmp_path: Path, *options: str, recipe: str = "recipes/q
 
 S = "--trainer.strategy."
 CASES = {
-    "4 = 3 x ?": (["--trainer.devices=4", f"{S}tensor_parallel_size=3"], r"tensor 3 must make 4 ranks .* \[1, 2, 4\]"),
+    "4 = 3 x ?": (
+        ["--trainer.devices=4", f"{S}tensor_parallel_size=3"],
+        r"error: trainer.strategy: .* tensor 3 must make 4 ranks .* \[1, 2, 4\], or start a multiple of 3 ranks$",
+    ),
     "4 = 2 x 1": (
         ["--trainer.devices=4", f"{S}pipeline_parallel_size=2", f"{S}data_parallel_size=1"],
         "pipeline 2 x data 1 x context 1 x tensor 1 must make 4 ranks",
@@ -753,7 +756,7 @@ CASES = {
     ),
     "heads": (
         ["--trainer.devices=4", f"{S}tensor_parallel_size=4"],
-        "tensor_parallel_size=4 must divide num_attention_heads=6; use 3",
+        "tensor_parallel_size=4 must divide num_attention_heads=6; use 2$",
     ),
     "key-value heads": (
         ["--trainer.devices=3", f"{S}tensor_parallel_size=3"],
@@ -776,6 +779,10 @@ CASES = {
     "few micro-batches": (
         ["--trainer.devices=4", f"{S}pipeline_parallel_size=4", "--data.micro_batch_size=2"],
         "num_microbatches=2 leaves stages idle: a pipeline of 4 needs as many at least",
+    ),
+    "few micro-batches, given": (
+        ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}num_microbatches=1"],
+        "needs as many at least; set it to null or to a multiple of 2",
     ),
     "batch and micro-batches": (
         ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}num_microbatches=6"],

@@ -89,9 +89,10 @@ class ParallelDims:
             return
         count = self.micro_batches(sizes, samples)
         if count < sizes.pipeline:
+            fix = "data.micro_batch_size to" if self.num_microbatches is None else "it to null or to"
             raise RecipeError(
                 f"trainer.strategy num_microbatches={count} leaves stages idle: a pipeline of {sizes.pipeline} needs "
-                f"as many at least; set data.micro_batch_size to a multiple of {sizes.pipeline}"
+                f"as many at least; set {fix} a multiple of {sizes.pipeline}"
             )
         if samples is not None and samples % count:
             fitting = [n for n in range(sizes.pipeline, samples + 1) if samples % n == 0]

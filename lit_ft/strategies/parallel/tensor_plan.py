@@ -1,5 +1,6 @@
 """Tensor-parallel plan of a model, from Hugging Face's ``tp_plan`` and through adapters, and its limits."""
 
+import math
 from collections.abc import Iterator, Mapping
 from inspect import signature
 
@@ -133,9 +134,9 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
         "intermediate_size": global_value(config, "intermediate_size"),
     }
     sizes["num_key_value_heads"] = Architecture.of(base.config).kv_heads
-    for name, count in sizes.items():
-        if COLUMNS in styles and isinstance(count, int) and count % size:
-            raise RecipeError(must_divide(size, name, count))
+    counts = {name: count for name, count in sizes.items() if COLUMNS in styles and isinstance(count, int)}
+    if unfit := {name: count for name, count in counts.items() if count % size}:
+        raise RecipeError(must_divide(size, *next(iter(unfit.items())), common=math.gcd(*counts.values())))
     for module, style in plan.styles.items():
         if style == EXPERTS:
             _check_experts(module, size)
@@ -195,9 +196,20 @@ def _check_experts(module: nn.Module, size: int) -> None:
         )
 
 
-def must_divide(size: int, name: str, count: int, option: str = "tensor_parallel_size") -> str:
-    """Message that an option does not divide a count, with the nearest value that does."""
-    fitting = [n for n in range(1, count + 1) if count % n == 0]
+def must_divide(
+    size: int, name: str, count: int, option: str = "tensor_parallel_size", common: int | None = None
+) -> str:
+    """Message that an option does not divide a count, with the nearest value that does.
+
+    Args:
+        size: value of the option.
+        name: name of the count.
+        count: what the option must divide.
+        option: name of the option.
+        common: greatest common divisor of all counts that it must divide; None: it must divide this one alone.
+    """
+    common = common or count
+    fitting = [n for n in range(1, common + 1) if common % n == 0]
     nearest = min(fitting, key=lambda n: (abs(n - size), n))
     return f"{option}={size} must divide {name}={count}; use {nearest}"
 
