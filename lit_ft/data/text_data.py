@@ -51,6 +51,7 @@ DEFAULT_MAX_LENGTH = 2048
 
 
 def _one() -> int:
+    """Accumulation of an evaluation, as a function that can be pickled."""
     return 1
 
 

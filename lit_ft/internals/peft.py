@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_type_hints
 
 from lit_ft.internals.transformers import cache_option
 
@@ -111,10 +111,11 @@ def virtual_tokens(peft: PeftConfig | None) -> int:
 
 def virtual_tokens_of(model: nn.Module) -> int:
     """``virtual_tokens`` of a model; 0 if it is no ``PeftModel``, and while its adapter is disabled."""
-    return virtual_tokens(model.active_peft_config) if _has_prompt(model) else 0
+    return virtual_tokens(model.active_peft_config) if has_prompt(model) else 0
 
 
-def _has_prompt(model: nn.Module) -> bool:
+def has_prompt(model: nn.Module | None) -> TypeGuard[PeftModel]:
+    """Whether a model is a ``PeftModel`` of a prompt-learning method that is not disabled."""
     from peft import PeftModel
 
     if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
@@ -131,7 +132,7 @@ def virtual_tokens_in_answers(model: nn.Module) -> Iterator[None]:
     """
     from peft import PeftModelForCausalLM
 
-    if not isinstance(model, PeftModelForCausalLM) or not _has_prompt(model):
+    if not isinstance(model, PeftModelForCausalLM) or not has_prompt(model):
         yield
         return
     is_prefix = model.active_peft_config.peft_type.value == "PREFIX_TUNING"

@@ -315,7 +315,7 @@ def _rooms(model: nn.Module, base: PreTrainedModel, encoded: Sequence[Sequence[i
 
 
 def _last_position(config: PretrainedConfig) -> int | None:
-    """Number of positions of a model that has learned them; None where it computes them, or has none."""
+    """Number of positions of a model without rotary ones, beyond which it has none; None for other models."""
     return None if has_rotary_positions(config) else positions_in(config)
 
 

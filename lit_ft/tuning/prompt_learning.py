@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.peft import has_prompt
 from lit_ft.internals.transformers import cache_option
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.isolation.lengths import samples_of
@@ -101,11 +102,7 @@ def check_embeddings(model: PeftModel) -> None:
 
 def method_of(model: nn.Module | None) -> str | None:
     """Name of a ``PeftModel``'s prompt-learning method; None for other methods and models, and while it is disabled."""
-    if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
-        return None
-    if not model.has_active_enabled_adapter:
-        return None
-    return str(model.active_peft_config.peft_type.value)
+    return str(model.active_peft_config.peft_type.value) if has_prompt(model) else None
 
 
 def virtual_lengths(model: PreTrainedModel | PeftModel, lengths: list[int]) -> list[int]:

@@ -81,7 +81,12 @@ class RankFailureWatchdog(Callback):
         self._rest()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Publish the failure, unless another rank was first or all ranks stop together."""
+        """Publish the failure, unless another rank was first or all ranks stop together.
+
+        A failure before there is a process group, such as a port in use, ends the processes that wait for one.
+        """
+        if self._over is None and not (dist.is_available() and dist.is_initialized()):
+            atexit.register(self._end_children, trainer, self.poll_seconds)
         if self._over is None or isinstance(exception, StopRequested):
             self._rest()
             return

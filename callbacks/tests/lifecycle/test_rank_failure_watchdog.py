@@ -156,12 +156,28 @@ def test_it_can_be_copied_within_a_run_and_after_it(tmp_path: Path) -> None:
     assert on_ranks(2, copies, str(tmp_path), timeout=120) == [[True, True]] * 2
 
 
-def test_stopped_children_are_ended() -> None:
+def with_children() -> tuple[Any, Any]:
+    """Trainer that has started two processes, and their launcher."""
     launcher = _SubprocessScriptLauncher(LightningEnvironment(), num_processes=3, num_nodes=1)
     launcher.procs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    return SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)), launcher
+
+
+def test_stopped_children_are_ended() -> None:
+    trainer, launcher = with_children()
     launcher.procs[0].send_signal(signal.SIGSTOP)
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
     RankFailureWatchdog._end_children(trainer, 0.2)
+    assert [process.wait(5) for process in launcher.procs] == [-signal.SIGKILL] * 2
+
+
+def test_processes_that_wait_for_a_process_group_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the port of the group is in use: they would wait for half an hour, after this process has ended."""
+    trainer, launcher = with_children()
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
+    RankFailureWatchdog(poll_seconds=0.1).on_exception(trainer, BoringModel(), RuntimeError("the port is in use"))
+    ((end, *arguments),) = at_exit
+    end(*arguments)
     assert [process.wait(5) for process in launcher.procs] == [-signal.SIGKILL] * 2
 
 

@@ -64,7 +64,7 @@ class LightningCallbacksModule(LightningModule):
         super().setup(stage)
         self._holds_average = False
         callbacks = attributes_of(self.trainer).callbacks
-        if stage == "fit":
+        if stage == "fit":  # again: a subclass may have added callbacks
             check_lightning_strategy(type(self.trainer.strategy))
             check_lightning_callbacks(callbacks, self.trainer.strategy)
         for callback in callbacks:  # they are set up by now
