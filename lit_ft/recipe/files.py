@@ -16,7 +16,7 @@ from jsonargparse import Namespace
 from lit_ft.bounded_yaml import SAFE_LOADER, check_size
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.other_trainers import OPTIONS
-from lit_ft.recipe.parse_errors import home_of
+from lit_ft.recipe.parse_errors import class_with, home_of
 from lit_ft.recipe.value_errors import shortened
 
 OWN_SECTIONS = ("data", "lr_scheduler", "model", "optimizer", "trainer")
@@ -296,6 +296,8 @@ def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Sequence[str] 
         beyond: text on what the file asks for and lit_ft does not do, which ends the message.
     """
     same = {key: f"{home}.{key}" for key in unknown if key != "plugins" and (home := home_of(key))}  # Axolotl's own
+    below = {key: class_with(key, "trainer.strategy") for key in unknown if key not in same}
+    same |= {key: f"an option of {found}" for key, found in below.items() if found}
     options = OPTIONS | {"model": "model.pretrained"}
     short = {key: re.split(r"[;,(:]", options[key])[0].strip() for key in theirs} | same
     told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")

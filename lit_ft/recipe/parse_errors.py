@@ -235,11 +235,11 @@ def _place_of(option: str) -> str | None:
         return f"it belongs to {home}: {home}.{option}"
     if option in inspect.signature(Source).parameters:
         return f"it is an option of each source: data.sources: [{{path: ..., {option}: ...}}]"
-    classes = ((key, _class_with(option, key)) for key in _CLASSES_BELOW)
+    classes = ((key, class_with(option, key)) for key in _CLASSES_BELOW)
     return next((f"it is an option of {found}, a class for {key}" for key, found in classes if found), None)
 
 
-def _class_with(option: str, key: str) -> str | None:
+def class_with(option: str, key: str) -> str | None:
     """First of the classes for ``key`` that has an option of this name; None where none has."""
     for module, _, name in (class_path.rpartition(".") for class_path in _CLASSES_BELOW.get(key, ())):
         if option in _options_of(getattr(import_module(module), name)):
@@ -287,7 +287,7 @@ def _section_of_base(options: list[str]) -> str | None:
 
 
 def _needs_class(option: str, part: str) -> str:
-    named, key = _class_with(option, part) or EXAMPLES[part][0], part.rpartition(".")[2]
+    named, key = class_with(option, part) or EXAMPLES[part][0], part.rpartition(".")[2]
     of_recipe = f"in a recipe {key}: {{class_path: {named}, init_args: {{{option}: ...}}}}"
     return f"{option} is an option of a class, and none is named before it; write --{part} {named}, {of_recipe}"
 

@@ -172,7 +172,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "a parallel layout of Axolotl": (
         "axolotl.yaml",
         "base_model: x\ndp_shard_size: 2\ndp_replicate_size: 2\ntensor_parallel_size: 2\n",
-        "dp_shard_size = trainer.strategy, dp_replicate_size = trainer.strategy, tensor_parallel_size = tensor_pa",
+        "dp_replicate_size = trainer.strategy, tensor_parallel_size = an option of lit_ft.strategies.ModelParallel",
     ),
     "a configuration of DeepSpeed": (
         "zero2.json",
