@@ -1,7 +1,8 @@
 """Fine-tune Hugging Face causal language models with Lightning.
 
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
-mixture, ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers, ``InitialAdamState`` one
+mixture, ``PreferenceLM`` trains on pairs of answers by an objective (``DPO``, ``IPO``, ``SimPO``, ``ORPO``),
+``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers, ``InitialAdamState`` one
 that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a user can correct. LoRA::
 
     from lightning.pytorch import Trainer
@@ -30,17 +31,37 @@ if TYPE_CHECKING:
     from lit_ft.training.answer_scores.rouge_and_bleu import AnswerScores
     from lit_ft.training.causal_lm import CausalLM
     from lit_ft.training.optimizers.initial_state import InitialAdamState
+    from lit_ft.training.preference.objectives import DPO, IPO, ORPO, SimPO
+    from lit_ft.training.preference.preference_lm import PreferenceLM
 
 # Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
 __version__ = "0.1.0"
-__all__ = ["AnswerScores", "CausalLM", "ExactMatch", "InitialAdamState", "RecipeError", "Source", "TextDataModule"]
+__all__ = [
+    "DPO",
+    "IPO",
+    "ORPO",
+    "AnswerScores",
+    "CausalLM",
+    "ExactMatch",
+    "InitialAdamState",
+    "PreferenceLM",
+    "RecipeError",
+    "SimPO",
+    "Source",
+    "TextDataModule",
+]
 
 _HOME = {
+    "DPO": "lit_ft.training.preference.objectives",
+    "IPO": "lit_ft.training.preference.objectives",
+    "ORPO": "lit_ft.training.preference.objectives",
     "AnswerScores": "lit_ft.training.answer_scores.rouge_and_bleu",
     "CausalLM": "lit_ft.training.causal_lm",
     "ExactMatch": "lit_ft.training.answer_scores.exact_match",
     "InitialAdamState": "lit_ft.training.optimizers.initial_state",
+    "PreferenceLM": "lit_ft.training.preference.preference_lm",
     "RecipeError": "lit_ft.errors",
+    "SimPO": "lit_ft.training.preference.objectives",
     "Source": "lit_ft.data.text.sources",
     "TextDataModule": "lit_ft.data.text_data",
 }

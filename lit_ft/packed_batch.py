@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lit_ft.balanced_partition import split_evenly
 from lit_ft.errors import RecipeError
@@ -45,6 +46,11 @@ class PackedBatch(TypedDict, total=False):
     """S numbers of supervised tokens; present with ``sample_ids``."""
     is_local: Tensor
     """``(n of the full batch,)``, bool: targets on this rank, where the tokens are sharded across ranks."""
+    token_group: ProcessGroup
+    """Ranks that the tokens are sharded across; present with ``is_local``."""
+    reference_log_probs: Tensor
+    """``(P, 2)``, fp32: log-probabilities of the chosen and the rejected answer of each pair by the model as it was
+    before training; the module adds them where its objective needs them."""
     window_tokens: int
     """Supervised tokens of this rank in the window, over all its micro-batches."""
     window_sources: Sequence[int]
@@ -84,6 +90,11 @@ def sample_targets(batch: PackedBatch) -> list[int]:
     ends = np.cumsum(batch["segment_lengths"])
     counts: list[int] = np.diff(np.searchsorted(batch["predict_at"].numpy(), ends), prepend=0).tolist()
     return counts
+
+
+def terms_of_mean(batch: PackedBatch) -> int:
+    """Number of what the loss is the mean over: the supervised tokens of a packed batch, or its pairs."""
+    return len(batch["pairs"] if "pairs" in batch else batch["targets"])
 
 
 def empty_batch() -> PackedBatch:

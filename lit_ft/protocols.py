@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -155,6 +155,44 @@ class GivesFirstBatches(Protocol):
 
     def first_batches(self, count: int) -> list[PackedBatch]:
         """The first micro-batches of training, the same on all ranks."""
+
+
+class PairSet(NamedTuple):
+    """Preference pairs of a data set, each once, for a pass without training."""
+
+    loader: Iterable[PackedBatch]
+    """Micro-batches of this rank; their ``pairs`` are indices into ``indices``."""
+    indices: Tensor
+    """``(selected pairs,)``, int64: indices of the selected pairs among all of the set."""
+    total: int
+    """Number of pairs of the set."""
+    fingerprint: str
+    """Equal for sets of equal pairs in equal order."""
+
+
+@runtime_checkable
+class GivesPairs(Protocol):
+    """Data module that may hold preference pairs."""
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the data that was read is pairs."""
+
+    def pairs(self, split: str, micro_batches: int | None = None) -> PairSet:
+        """Pairs of a split (train, val, test) that was read.
+
+        Args:
+            split: the split.
+            micro_batches: select the pairs that so many micro-batches of each rank train on first; None, or more than
+                an epoch has, selects all.
+        """
+
+
+@runtime_checkable
+class LearnsPreferences(Protocol):
+    """Module that trains on preference pairs, and on nothing else."""
+
+    objective: object
 
 
 @runtime_checkable

@@ -25,7 +25,13 @@ from lit_ft.model.files.fingerprint import check_same_base, check_same_form
 from lit_ft.model.isolation import architectures
 from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
-from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, log_own_metrics, losses_of_sources
+from lit_ft.recipe.callback_checks import (
+    LoggedMetrics,
+    check_callbacks,
+    check_schedule,
+    log_own_metrics,
+    losses_of_sources,
+)
 from lit_ft.recipe.checks import allow_one_loader
 from lit_ft.recipe.trainer_checks import warn_of_no_validation, warn_of_options_without_effect
 from lit_ft.run import predictions
@@ -142,8 +148,9 @@ class FirstChecks:
             warn_of_no_validation(self.options.trainer)
         logs_more = log_own_metrics([model, *self.callbacks])
         losses = losses_of_sources(self.data) if isinstance(self.data, TextDataModule) else None
-        check_callbacks(self.callbacks, validates, logs_more, losses)
-        check_schedule(schedule, validates, logs_more, losses)
+        logged = LoggedMetrics(validates, logs_more, losses, model.measured)
+        check_callbacks(self.callbacks, logged)
+        check_schedule(schedule, logged)
         check_total_steps(schedule, self.trainer)
 
     def _check_data(self, data: TextDataModule, model: LightningModule) -> None:

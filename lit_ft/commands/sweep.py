@@ -181,7 +181,9 @@ class TrialCLI(RecipeCLI):
                 "compare trials by --metric train/loss"
             )
         callbacks = self._given_callbacks()
-        known = [name for split in ("train", "val")[: 1 + validates] for name in metric_names(split)]
+        known = [
+            name for split in ("train", "val")[: 1 + validates] for name in metric_names(split, self.model.measured)
+        ]
         known += [f"val/{name}" for one in callbacks if isinstance(one, ExactMatch) for name in one.names]
         # Losses of sources, and what callbacks log, have names of their own (throughput/...).
         is_free = "/loss/" in metric or ("/" in metric and split not in ("train", "val", "test"))

@@ -7,6 +7,8 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -19,7 +21,7 @@ from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
 from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, batch_geometry, position_under
 from lit_ft.data.loaders.mixing import Strategy, check_weights
-from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
+from lit_ft.data.loaders.order import Order, fingerprint_of, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.data.option_checks import (
     DEFAULT_SHUFFLE_BUFFER,
@@ -39,12 +41,13 @@ from lit_ft.data.splits import DataSplits
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.data.tokens.preparation import OnBadRow, Preparation
+from lit_ft.data.tokens.samples import Samples
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError, check_types
 from lit_ft.internals.lightning import validation_interval
 from lit_ft.model.generation import prompt_size
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.protocols import Checkpoint, LimitsLengths, LoaderState, Question
+from lit_ft.protocols import Checkpoint, LimitsLengths, LoaderState, PairSet, Question
 
 DEFAULT_MAX_LENGTH = 2048
 """Longest sample in tokens, where a recipe says nothing."""
@@ -332,12 +335,15 @@ class TextDataModule(LightningDataModule):
             mixing=self.mixing,
         )
 
+    def _plan_of_training(self, trainer: Trainer, replicas: int) -> BatchPlan:
+        # overfit_batches: the same micro-batches each epoch, in the order of the data.
+        return replace(self.plan(replicas), shuffle=self.shuffle and not _overfits(trainer))
+
     def train_dataloader(self) -> PackedBatchLoader | StreamLoader:
         """Loader of this rank's micro-batches; each carries the supervised tokens of its optimizer step."""
         trainer = self._trainer_of_loaders()
         replicas, replica = process.data_parallel(trainer)
-        # overfit_batches: the same micro-batches each epoch, in the order of the data.
-        plan = replace(self.plan(replicas), shuffle=self.shuffle and not _overfits(trainer))
+        plan = self._plan_of_training(trainer, replicas)
         state = self._loader_state
         if self._train_loader is not None and trainer.training:  # reload_dataloaders_every_n_epochs
             state = self._train_loader.state_dict()
@@ -497,21 +503,37 @@ class TextDataModule(LightningDataModule):
             )
         return self.trainer
 
-    def _evaluation_loader(self, split: str) -> PackedBatchLoader:
-        samples = self.splits[split]
+    def pairs(self, split: str, micro_batches: int | None = None) -> PairSet:
+        """Pairs of a split that was read: those that so many micro-batches of each rank train on first, or all."""
+        samples, trainer = self.splits[split], self._trainer_of_loaders()
+        chosen = np.arange(len(samples))
+        if micro_batches is not None:
+            plan = self._plan_of_training(trainer, process.data_parallel(trainer).size)
+            loader = self._loader(split, plan, trainer.limit_train_batches)
+            chosen = loader.first_samples(micro_batches) if micro_batches <= loader.batches else chosen
+        loader = self._evaluation_loader(split, samples.take(chosen))
+        return PairSet(loader, torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
+
+    def _evaluation_loader(self, split: str, samples: Samples | None = None) -> PackedBatchLoader:
+        samples = self.splits[split] if samples is None else samples
         # No gradients, no optimizer step: a batch may hold as many samples as fit in the memory of a training batch.
         budget = self.token_budget
         units = None if budget is None else max(budget, int(samples.lengths.max()))
         size = self.micro_batch_size if units is None else 1
         plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.data_parallel(self.trainer).size)
-        return self._loader(split, plan, 1.0)  # only the trainer applies limit_val_batches
+        return self._loader(split, plan, 1.0, samples=samples)  # only the trainer applies limit_val_batches
 
     def _loader(
-        self, split: str, plan: BatchPlan, limit: int | float, accumulate: Callable[[], int] = _one
+        self,
+        split: str,
+        plan: BatchPlan,
+        limit: int | float,
+        accumulate: Callable[[], int] = _one,
+        samples: Samples | None = None,
     ) -> PackedBatchLoader:
         trainer = self._trainer_of_loaders()
         loader = PackedBatchLoader(
-            self.splits[split],
+            self.splits[split] if samples is None else samples,
             plan,
             replica=process.data_parallel(trainer).rank if plan.replicas > 1 else 0,
             accumulate=accumulate,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from string import Formatter
+from typing import NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -30,6 +31,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import validation_interval
 from lit_ft.process import data_parallel, datamodule_of
 from lit_ft.recipe.allowed_code import is_allowed
+from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.metrics import metric_names
 
 
@@ -38,19 +40,25 @@ def log_own_metrics(parts: Iterable[object]) -> bool:
     return not all(is_allowed(type(part).__module__) for part in parts)
 
 
-def check_callbacks(
-    callbacks: Sequence[Callback],
-    has_validation: bool,
-    logs_more: bool = False,
-    source_losses: Sequence[str] | None = None,
-) -> None:
+class LoggedMetrics(NamedTuple):
+    """What a recipe logs, as far as it is known before it runs."""
+
+    has_validation: bool
+    """Whether there is validation data, and the trainer looks at it."""
+    logs_more: bool = False
+    """Whether ``log_own_metrics`` holds of the recipe."""
+    source_losses: Sequence[str] | None = None
+    """Names of the losses of sources; None where they are not known."""
+    measured: Sequence[str] = CausalLM.measured
+    """What the module measures besides its loss."""
+
+
+def check_callbacks(callbacks: Sequence[Callback], logged: LoggedMetrics) -> None:
     """Refuse callbacks that would end the run at their first look, or take another place than the recipe's.
 
     Args:
         callbacks: callbacks of the trainer.
-        has_validation: whether there is validation data, and the trainer looks at it.
-        logs_more: whether ``log_own_metrics`` holds of the recipe.
-        source_losses: names of the losses of sources; None where they are not known.
+        logged: what the recipe logs.
 
     Raises:
         RecipeError: a metric that ``CausalLM`` does not log is monitored, a file name would be a folder, or a
@@ -69,12 +77,12 @@ def check_callbacks(
         if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor is not None:
             who = f"trainer.callbacks: {type(callback).__name__}"
             if not (isinstance(callback, ModelCheckpoint) and callback.monitor in POSITIONS):
-                check_monitor(callback.monitor, f"{who} monitors", has_validation, logs_more, source_losses)
+                check_monitor(callback.monitor, f"{who} monitors", logged)
             _check_mode(callback.monitor, callback.mode, who)
         if isinstance(callback, ModelCheckpoint) and callback.filename:
             if callback.auto_insert_metric_name:
                 _check_filename(callback.filename)
-            _check_fields(callback.filename, has_validation, logs_more, source_losses)
+            _check_fields(callback.filename, logged)
 
 
 _REFUSED: dict[type[Callback], str] = {
@@ -87,23 +95,19 @@ _REFUSED: dict[type[Callback], str] = {
 }
 
 
-def check_schedule(
-    schedule: object, has_validation: bool, logs_more: bool = False, source_losses: Sequence[str] | None = None
-) -> None:
+def check_schedule(schedule: object, logged: LoggedMetrics) -> None:
     """Refuse a ``ReduceLROnPlateau`` that would end the run at the end of its first epoch.
 
     Args:
         schedule: learning-rate schedule of the recipe, or None.
-        has_validation: whether there is validation data, and the trainer looks at it.
-        logs_more: whether ``log_own_metrics`` holds of the recipe.
-        source_losses: names of the losses of sources; None where they are not known.
+        logged: what the recipe logs.
 
     Raises:
         RecipeError: it names no metric, or one that ``CausalLM`` does not log.
     """
     if isinstance(schedule, ReduceLROnPlateau):
         who = "lr_scheduler: ReduceLROnPlateau reads"
-        check_monitor(schedule.monitor, who, has_validation, logs_more, source_losses)
+        check_monitor(schedule.monitor, who, logged)
     elif isinstance(schedule, PlainReduceLROnPlateau):
         raise RecipeError(
             "lr_scheduler: torch's ReduceLROnPlateau names no metric; write lightning.pytorch.cli.ReduceLROnPlateau "
@@ -111,36 +115,33 @@ def check_schedule(
         )
 
 
-def check_monitor(
-    monitor: str, who: str, has_validation: bool, logs_more: bool, source_losses: Sequence[str] | None = None
-) -> None:
+def check_monitor(monitor: str, who: str, logged: LoggedMetrics) -> None:
     """Refuse the name of a metric that ``CausalLM`` does not log.
 
     Args:
         monitor: the name.
         who: who reads it, and how, for the message.
-        has_validation: whether there is validation data, and the trainer looks at it.
-        logs_more: whether ``log_own_metrics`` holds of the recipe.
-        source_losses: names of the losses of sources; None where they are not known.
+        logged: what the recipe logs.
 
     Raises:
         RecipeError: it is not logged.
     """
-    known = [*(name for split in ("train", "val") for name in metric_names(split)), *(source_losses or ())]
+    names = [name for split in ("train", "val") for name in metric_names(split, logged.measured)]
+    known = [*names, *(logged.source_losses or ())]
     split, _, rest = monitor.partition("/")
-    if split == "val" and not has_validation:
+    if split == "val" and not logged.has_validation:
         raise RecipeError(
             f"{who} {monitor!r}, and there is no validation; set data.val_path or data.val_fraction, or take train/loss"
         )
     # Losses of sources, and what other callbacks and modules log, have names of their own.
-    may_be_of_source = source_losses is None and rest.startswith("loss/")
-    if logs_more or monitor in known or may_be_of_source or (rest and split not in ("train", "val")):
+    may_be_of_source = logged.source_losses is None and rest.startswith("loss/")
+    if logged.logs_more or monitor in known or may_be_of_source or (rest and split not in ("train", "val")):
         return
     near = get_close_matches(monitor, known, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]!r}? " if near else ""
     raise RecipeError(
         f"{who} {monitor!r}, which is not logged; {advice}"
-        f"There are {', '.join(name for name in known if has_validation or not name.startswith('val'))}"
+        f"There are {', '.join(name for name in known if logged.has_validation or not name.startswith('val'))}"
     )
 
 
@@ -149,7 +150,13 @@ def losses_of_sources(data: TextDataModule) -> list[str]:
     return [f"{split}/loss/{name}" for split in ("train", "val") for name in data.splits.names(split)]
 
 
-_BETTER = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
+_BETTER = {
+    "loss": "min",
+    "perplexity": "min",
+    "token_accuracy": "max",
+    "reward_accuracy": "max",
+    "reward_margin": "max",
+}
 """Whether a lower or a higher value of a metric of training or validation is better."""
 
 
@@ -161,7 +168,7 @@ def _check_mode(monitor: str, mode: str, who: str) -> None:
         raise RecipeError(f"{who} takes the worst {monitor} for the best with mode={mode}; set mode: {better}")
 
 
-def _check_fields(filename: str, has_validation: bool, logs_more: bool, source_losses: Sequence[str] | None) -> None:
+def _check_fields(filename: str, logged: LoggedMetrics) -> None:
     """Refuse a name of a checkpoint that cannot be filled in: Lightning would fail at the first one, or write 0."""
     try:
         names = [name for _, name, _, _ in Formatter().parse(filename) if name is not None]
@@ -173,7 +180,7 @@ def _check_fields(filename: str, has_validation: bool, logs_more: bool, source_l
     for name in names:
         if name not in POSITIONS:
             who = f"trainer.callbacks: ModelCheckpoint's filename {filename!r} names"
-            check_monitor(name, who, has_validation, logs_more, source_losses)
+            check_monitor(name, who, logged)
 
 
 def _check_filename(filename: str) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,13 +14,16 @@ from torchmetrics import Metric
 from lit_ft.errors import RecipeError
 from lit_ft.internals import torch as torch_internals
 from lit_ft.internals.transformers import GroupedExperts
-from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
 from lit_ft.tuning.targets.experts import ExpertLayer, expert_layers
 
 
-def metric_names(split: str) -> list[str]:
-    """Names of the metrics that ``CausalLM`` logs of a split (train, val, test), apart from losses of sources."""
-    names = [f"{split}/{name}" for name in ("loss", "perplexity", "token_accuracy", "router_aux_loss")]
+def metric_names(split: str, measured: Sequence[str]) -> list[str]:
+    """Names of the metrics that a module logs of a split (train, val, test), apart from losses of sources.
+
+    ``measured`` is what it measures besides its loss, ``CausalLM.measured``.
+    """
+    names = [f"{split}/{name}" for name in ("loss", *measured, "router_aux_loss")]
     of_steps = ["learning_rate", "grad_norm", "regularization", "expert_load_max_over_mean", "padding_share"]
     return [*names, *(f"train/{name}" for name in of_steps)] if split == "train" else names
 
@@ -64,9 +67,9 @@ class TokenMean(OwnStateMetric):
     total: Tensor
     tokens: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
         super().__init__(dist_sync_fn=gather)
-        self._add_states(())
+        self._add_states(shape)
 
     def _add_states(self, shape: tuple[int, ...]) -> None:
         self.add_state("total", default=torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
@@ -87,7 +90,7 @@ class TokenMean(OwnStateMetric):
         self.tokens += tokens
 
     def compute(self) -> Tensor:
-        """Mean per token, scalar fp32; NaN when there was no token."""
+        """Mean per token, fp32, of the shape of the totals; NaN when there was no token."""
         return (self.total / self.tokens).float()
 
 
@@ -191,11 +194,15 @@ class ExpertLoad(OwnStateMetric):
 
 
 class StageMetrics(nn.Module):
-    """Loss and token accuracy over the supervised tokens of a stage, losses of the data's sources, load of experts."""
+    """Mean loss of a stage and what is measured besides, losses of the data's sources, load of experts.
+
+    Here the loss is a mean over supervised tokens, and perplexity and token accuracy are measured besides.
+    """
 
     def __init__(self, has_router_loss: bool = False) -> None:
         super().__init__()
-        self.loss, self.token_accuracy = TokenMean(), TokenMean()
+        self.loss = TokenMean()
+        self.token_accuracy = TokenMean()
         self.router_aux_loss = TokenMean() if has_router_loss else None
         self.sources: SourceMeans | None = None
         self._present: set[int] | None = set()
@@ -213,16 +220,26 @@ class StageMetrics(nn.Module):
                 f"token_loss has returned a {type(result).__name__}, and a lit_ft.packed_batch.TokenLoss is needed: "
                 "the summed loss, the number of right predictions and the loss of each token"
             )
-        tokens = len(batch["targets"])
-        self.loss.update(result.loss_sum, tokens)
-        self.token_accuracy.update(result.correct, tokens)
+        self.loss.update(result.loss_sum, terms_of_mean(batch))
+        losses, of_source = self._add_further(result, batch)
         if names := batch.get("source_names"):
             if self.sources is None or self.sources.names != tuple(names):
                 with torch.inference_mode(False):  # as in reset
-                    self.sources = SourceMeans(names).to(result.per_token.device)
-            self.sources.update(result.per_token, batch["target_sources"])
+                    self.sources = SourceMeans(names).to(losses.device)
+            self.sources.update(losses, batch[of_source])
             told = batch.get("window_sources")
             self._present = None if self._present is None or told is None else self._present.union(told)
+
+    def _add_further(
+        self, result: TokenLoss, batch: PackedBatch
+    ) -> tuple[Tensor, Literal["target_sources", "pair_sources"]]:
+        """Add what else is measured of a batch; returns all terms of the loss, and which entry has their sources."""
+        self.token_accuracy.update(result.correct, len(batch["targets"]))
+        return result.per_token, "target_sources"
+
+    def _further_means(self, loss: Tensor) -> dict[str, Tensor]:
+        """What is logged besides the mean loss, by the names of metrics."""
+        return {"perplexity": loss.exp(), "token_accuracy": self.token_accuracy.compute()}
 
     def add_router_loss(self, loss: Tensor, tokens: int) -> None:
         """Add the router's auxiliary loss of a batch with ``tokens`` supervised tokens."""
@@ -239,8 +256,8 @@ class StageMetrics(nn.Module):
         """
         loss = self.loss.compute()
         module.log(f"{prefix}/loss", loss, prog_bar=prog_bar)
-        module.log(f"{prefix}/perplexity", loss.exp())
-        module.log(f"{prefix}/token_accuracy", self.token_accuracy.compute())
+        for name, mean in self._further_means(loss).items():
+            module.log(f"{prefix}/{name}", mean)
         if self.router_aux_loss is not None:
             module.log(f"{prefix}/router_aux_loss", self.router_aux_loss.compute())
         for name, mean in ({} if self.sources is None else self.sources.compute(self._present)).items():

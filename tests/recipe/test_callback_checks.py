@@ -15,6 +15,7 @@ from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.data.text.sources import Source
 from lit_ft.internals.lightning import validation_interval
 from lit_ft.recipe.callback_checks import (
+    LoggedMetrics,
     check_callbacks,
     check_schedule,
     first_validation,
@@ -26,7 +27,7 @@ from lit_ft.recipe.trainer_checks import quiet_trainer
 
 @pytest.mark.parametrize("monitor", ["val/loss", "train/grad_norm", "val/loss/tools", "throughput/tokens_per_second"])
 def test_what_is_logged_is_monitored(monitor: str) -> None:
-    check_callbacks([EarlyStopping(monitor), ModelCheckpoint(monitor=monitor, filename="{step}")], has_validation=True)
+    check_callbacks([EarlyStopping(monitor), ModelCheckpoint(monitor=monitor, filename="{step}")], LoggedMetrics(True))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_what_is_logged_is_monitored(monitor: str) -> None:
 )
 def test_what_is_not_logged_is_refused(monitor: str, has_validation: bool, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        check_callbacks([ModelCheckpoint(monitor=monitor)], has_validation)
+        check_callbacks([ModelCheckpoint(monitor=monitor)], LoggedMetrics(has_validation))
 
 
 @pytest.mark.parametrize(
@@ -54,18 +55,18 @@ def test_what_is_not_logged_is_refused(monitor: str, has_validation: bool, messa
 )
 def test_the_worst_is_not_taken_for_the_best(monitor: str, mode: str, better: str) -> None:
     for make in (EarlyStopping, ModelCheckpoint):
-        check_callbacks([make(monitor=monitor, mode=better)], has_validation=True)
+        check_callbacks([make(monitor=monitor, mode=better)], LoggedMetrics(True))
         with pytest.raises(RecipeError, match=f"the worst {monitor} for the best with mode={mode}; set mode: {better}"):
-            check_callbacks([make(monitor=monitor, mode=mode)], has_validation=True)
+            check_callbacks([make(monitor=monitor, mode=mode)], LoggedMetrics(True))
 
 
 @pytest.mark.parametrize("monitor", ["step", "epoch"])
 def test_a_position_keeps_the_newest_checkpoints(monitor: str) -> None:
-    check_callbacks([ModelCheckpoint(monitor=monitor, mode="max", save_top_k=2)], has_validation=False)
+    check_callbacks([ModelCheckpoint(monitor=monitor, mode="max", save_top_k=2)], LoggedMetrics(False))
     with pytest.raises(RecipeError, match="set mode: max"):
-        check_callbacks([ModelCheckpoint(monitor=monitor, save_top_k=2)], has_validation=False)
+        check_callbacks([ModelCheckpoint(monitor=monitor, save_top_k=2)], LoggedMetrics(False))
     with pytest.raises(RecipeError, match="EarlyStopping monitors .*, which is not logged"):
-        check_callbacks([EarlyStopping(monitor)], has_validation=False)
+        check_callbacks([EarlyStopping(monitor)], LoggedMetrics(False))
 
 
 def test_a_validation_interval_that_is_a_time() -> None:
@@ -82,10 +83,10 @@ def test_the_loss_of_a_source_that_there_is_not() -> None:
     for name in ("val/loss/tools", "val/loss/工具b"):
         for callback in (EarlyStopping(name), ModelCheckpoint(filename=f"x={{{name}}}", auto_insert_metric_name=False)):
             with pytest.raises(RecipeError, match=rf"{name}', which is not logged; .* val/loss/a, val/loss/工具 b"):
-                check_callbacks([callback], True, source_losses=losses)
+                check_callbacks([callback], LoggedMetrics(True, source_losses=losses))
         with pytest.raises(RecipeError, match=rf"reads '{name}', which is not logged"):
-            check_schedule(ReduceLROnPlateau(optimizer, monitor=name), True, source_losses=losses)
-    check_callbacks([EarlyStopping("val/loss/工具 b")], True, source_losses=losses)
+            check_schedule(ReduceLROnPlateau(optimizer, monitor=name), LoggedMetrics(True, source_losses=losses))
+    check_callbacks([EarlyStopping("val/loss/工具 b")], LoggedMetrics(True, source_losses=losses))
 
 
 @pytest.mark.slow
@@ -114,26 +115,26 @@ def test_a_schedule_reads_a_validation_loss_when_there_is_one(
 
 def test_a_schedule_that_reads_no_metric() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    check_schedule(ReduceLROnPlateau(optimizer, monitor="val/loss"), has_validation=True)
-    check_schedule(None, has_validation=False)
+    check_schedule(ReduceLROnPlateau(optimizer, monitor="val/loss"), LoggedMetrics(True))
+    check_schedule(None, LoggedMetrics(False))
     with pytest.raises(RecipeError, match="reads 'val/loss', and there is no validation"):
-        check_schedule(ReduceLROnPlateau(optimizer, monitor="val/loss"), has_validation=False)
+        check_schedule(ReduceLROnPlateau(optimizer, monitor="val/loss"), LoggedMetrics(False))
     with pytest.raises(RecipeError, match=r"write lightning.pytorch.cli.ReduceLROnPlateau with monitor: val/loss"):
-        check_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), has_validation=True)
+        check_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), LoggedMetrics(True))
 
 
 def test_file_names_that_cannot_be_filled_in() -> None:
     with pytest.raises(RecipeError, match=r"filename '\{step' is no pattern \(expected '\}' before end of string\)"):
-        check_callbacks([ModelCheckpoint(filename="{step")], has_validation=True)
+        check_callbacks([ModelCheckpoint(filename="{step")], LoggedMetrics(True))
     with pytest.raises(RecipeError, match="names 'eval_loss', which is not logged; did you mean 'val/loss'"):
-        check_callbacks([ModelCheckpoint(filename="{eval_loss:.2f}")], has_validation=True)
+        check_callbacks([ModelCheckpoint(filename="{eval_loss:.2f}")], LoggedMetrics(True))
 
 
 def test_file_names() -> None:
     with pytest.raises(RecipeError, match="'loss={val/loss}' with auto_insert_metric_name: false"):
-        check_callbacks([ModelCheckpoint(filename="{val/loss}")], has_validation=True)
-    check_callbacks([ModelCheckpoint(filename="loss={val/loss}", auto_insert_metric_name=False)], has_validation=True)
-    check_callbacks([ModelCheckpoint(filename="{epoch}-{step}"), ModelCheckpoint()], has_validation=False)
+        check_callbacks([ModelCheckpoint(filename="{val/loss}")], LoggedMetrics(True))
+    check_callbacks([ModelCheckpoint(filename="loss={val/loss}", auto_insert_metric_name=False)], LoggedMetrics(True))
+    check_callbacks([ModelCheckpoint(filename="{epoch}-{step}"), ModelCheckpoint()], LoggedMetrics(False))
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,11 @@ class PackedBatchLoader:
         """Units of an epoch within the limit: a window's token count must not include micro-batches that never run."""
         return self.plan.units(self.samples, epoch)[: self.batches * self.plan.micro_batch_size * self.plan.replicas]
 
+    def first_samples(self, micro_batches: int) -> np.ndarray:
+        """Indices of the samples that so many micro-batches of all replicas hold in the first epoch, in their order."""
+        units = self._units(0)[: micro_batches * self.plan.micro_batch_size * self.plan.replicas]
+        return np.unique([i for unit in units for i in unit])
+
     def epoch_size(self) -> tuple[int, int, int]:
         """Samples, tokens and supervised tokens of the first epoch."""
         order = [i for unit in self._units(0) for i in unit]

@@ -58,6 +58,14 @@ def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing,
     return Order(decides, _options(_settings(preparation)))
 
 
+def fingerprint_of(samples: Samples) -> str:
+    """Fingerprint of samples in their order."""
+    digest = xxhash.xxh3_64()
+    for array in (samples.source, samples.index):
+        digest.update(_bytes_of(array))
+    return f"{len(samples)} {digest.hexdigest()} {' '.join(map(_describe, samples.parts))}"
+
+
 def order_of_stream(sources: Sequence[Source], preparation: Preparation, mixing: Mixing, **options: object) -> Order:
     """Order of rows that are streamed; the settings that turn rows into samples are part of it."""
     decides = _options({**options, **_settings(preparation), "data.mixing": (mixing.strategy, mixing.weights)})

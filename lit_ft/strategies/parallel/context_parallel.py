@@ -48,6 +48,7 @@ class ContextParallel:
             "predict_at": at[at >= 0],
             "targets": batch["targets"][at >= 0],
             "is_local": at >= 0,
+            "token_group": self.mesh.get_group(),
         }
 
     def full_loss(self, result: TokenLoss, batch: PackedBatch) -> TokenLoss:
@@ -57,7 +58,9 @@ class ContextParallel:
         summed[0] = result.correct
         summed[1:][is_local] = result.per_token
         dist.all_reduce(summed, group=self.mesh.get_group())
-        return TokenLoss(_Sum.apply(result.loss_sum, summed[1:].sum(), self.size), summed[0].long(), summed[1:])
+        # The loss of pairs is that of all tokens already: it is no sum over tokens.
+        total = result.loss_sum.detach() if "pairs" in batch else summed[1:].sum()
+        return TokenLoss(_Sum.apply(result.loss_sum, total, self.size), summed[0].long(), summed[1:])
 
 
 class _SumContext(FunctionCtx):

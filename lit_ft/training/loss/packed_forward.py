@@ -23,7 +23,7 @@ from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pad_to_multiple
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.cuda_graphs import DecoderGraphs, check_attention
-from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
+from lit_ft.training.loss.token_cross_entropy import LossOf, token_cross_entropy, tokens_per_chunk
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.tuning import prompt_learning
 
@@ -142,8 +142,11 @@ class PackedForward:
         self.computed_tokens, self.padding_tokens = 0, 0
         return share
 
-    def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
-        """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
+    def token_loss(self, hidden: Tensor, batch: PackedBatch, loss_of: LossOf | None = None) -> TokenLoss:
+        """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``.
+
+        ``loss_of`` is a loss of the tokens' cross-entropy in place of its sum.
+        """
         head = self.base.get_output_embeddings()
         return token_cross_entropy(
             hidden[0].index_select(0, batch["predict_at"]),  # an index in brackets sorts in its backward pass on CUDA
@@ -152,6 +155,7 @@ class PackedForward:
             chunk_tokens=tokens_per_chunk(head.weight.shape[0], hidden.device.type),
             head_parameters=loading.head_parameters(self.base),
             is_compiled=self.fuses_loss,
+            loss_of=loss_of,
         )
 
     def take_router_loss(self, tokens: int, metrics: StageMetrics) -> Tensor | float:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lit_callbacks.distributed.gather import full_tensor
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
@@ -26,6 +26,9 @@ LOGITS_PER_CHUNK_ON_CUDA = 2**28
 
 _LOGITS_IN_CACHE = 2**20
 """Number of logits whose fp32 copy, 4 MiB, fits in a CPU core's cache."""
+
+LossOf = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]
+"""From the cross-entropy of each token, ``(n,)``: a loss, scalar, and if asked for, its derivatives, ``(n,)``."""
 
 _is_repeatable = ContextVar("_is_repeatable", default=False)
 
@@ -50,12 +53,17 @@ def token_cross_entropy(
     chunk_tokens: int,
     head_parameters: Sequence[Tensor] = (),
     is_compiled: bool = False,
+    loss_of: LossOf | None = None,
 ) -> TokenLoss:
-    """Sum of the cross-entropy over supervised tokens, chunk by chunk.
+    """Sum of the cross-entropy over supervised tokens, or another loss of them, chunk by chunk.
 
     The gradient of each chunk is computed at once, in the forward pass, so that its logits are freed
     before the next chunk and the head is not computed a second time in the backward pass. (The idea
     is that of Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024, arXiv:2410.10989.)
+
+    The gradient of another loss of the tokens' cross-entropy is that of the sum, with each token's part times the
+    loss's derivative by it. Derivatives are known once all tokens are computed: for a head that trains, which adds up
+    the gradients of its tokens, chunks are computed a second time.
 
     Args:
         hidden: final hidden states of the predicting positions, ``(n, H)``.
@@ -65,6 +73,7 @@ def token_cross_entropy(
         chunk_tokens: number of supervised tokens whose logits are in memory at once.
         head_parameters: parameters of the head; trainable ones get their gradients through the result.
         is_compiled: whether torch.compile fuses what follows the head on CUDA.
+        loss_of: loss in place of the sum.
 
     Raises:
         ValueError: ``hidden`` and ``targets`` disagree in length.
@@ -73,7 +82,7 @@ def token_cross_entropy(
         raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets; one each is needed")
     trains = [p for p in head_parameters if p.requires_grad and torch.is_grad_enabled()]
     from_logits = _compiled() if is_compiled and hidden.is_cuda else _from_logits
-    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, from_logits, *trains))
+    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, from_logits, loss_of, *trains))
 
 
 def tokens_per_chunk(vocabulary: int, device: str) -> int:
@@ -94,38 +103,76 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk_tokens: int,
         from_logits: FromLogits,
+        loss_of: LossOf | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        of_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
-        of_parameters: list[Tensor | None] = [None for _ in parameters]
-        per_token = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        correct = targets.new_zeros(())
-        for start in range(0, len(hidden), chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            part = hidden[chunk].detach().requires_grad_(hidden.requires_grad)
-            inputs = [part, *parameters] if hidden.requires_grad else [*parameters]
-            losses, right, grads = _chunk_loss(head, part, targets[chunk], inputs, from_logits)
-            per_token[chunk] = losses
-            correct += right
-            if of_hidden is not None:
-                of_hidden[chunk] = grads[0] if grads[0] is not None else 0
-            for i, grad in enumerate(grads[len(grads) - len(parameters) :]):
-                total = of_parameters[i]
-                of_parameters[i] = total.add_(grad) if total is not None and grad is not None else grad
-        of_parameters = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(parameters, of_parameters, strict=True)
-        ]
+        chunks = _Chunks(hidden, head, targets, chunk_tokens, from_logits)
+        if loss_of is None:
+            per_token, correct, of_hidden, of_parameters = chunks.compute(parameters)
+            loss = per_token.sum()
+        elif parameters:
+            per_token, correct, _, _ = chunks.compute(None)
+            loss, weights = loss_of(per_token, True)
+            _, _, of_hidden, of_parameters = chunks.compute(parameters, weights)
+        else:
+            per_token, correct, of_hidden, of_parameters = chunks.compute(())
+            loss, weights = loss_of(per_token, of_hidden is not None)
+            if of_hidden is not None and weights is not None:
+                of_hidden *= weights[:, None]
         ctx.save_for_backward(of_hidden, *of_parameters)
         ctx.is_repeatable = _is_repeatable.get()
         ctx.mark_non_differentiable(correct, per_token)
-        return per_token.sum(), correct, per_token
+        return loss, correct, per_token
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a head's gradient is as large as the head. A second backward raises (saved tensor changed).
         scale = torch.mul if ctx.is_repeatable else Tensor.mul_
         hidden, *parameters = (g if g is None else scale(g, grad_loss) for g in ctx.saved_tensors)
-        return hidden, None, None, None, None, *parameters
+        return hidden, None, None, None, None, None, *parameters
+
+
+class _Chunks(NamedTuple):
+    """Supervised tokens, whose logits are computed chunk by chunk; the fields are those of ``token_cross_entropy``."""
+
+    hidden: Tensor
+    head: Callable[[Tensor], Tensor]
+    targets: Tensor
+    chunk_tokens: int
+    from_logits: FromLogits
+
+    def compute(
+        self, parameters: Sequence[Tensor] | None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """Loss of each token, number of right predictions, and gradients of the weighted sum of losses.
+
+        Args:
+            parameters: parameters of the head that train; None computes no gradient at all.
+            weights: factor on the loss of each token, ``(n,)``; None is 1 for all.
+
+        Returns:
+            Losses ``(n,)``, the number, the gradient of the hidden states if they need one, and of the parameters.
+        """
+        needs_hidden, trains = parameters is not None and self.hidden.requires_grad, parameters or ()
+        of_hidden = torch.zeros_like(self.hidden) if needs_hidden else None
+        of_parameters: list[Tensor | None] = [None for _ in trains]
+        per_token = self.hidden.new_zeros(len(self.hidden), dtype=torch.float32)
+        correct = self.targets.new_zeros(())
+        for start in range(0, len(self.hidden), self.chunk_tokens):
+            chunk = slice(start, start + self.chunk_tokens)
+            part = self.hidden[chunk].detach().requires_grad_(needs_hidden)
+            inputs = [part, *trains] if needs_hidden else [*trains]
+            weight = None if weights is None else weights[chunk]
+            losses, right, grads = _chunk_loss(self.head, part, self.targets[chunk], inputs, self.from_logits, weight)
+            per_token[chunk] = losses
+            correct += right
+            if of_hidden is not None:
+                of_hidden[chunk] = grads[0] if grads[0] is not None else 0
+            for i, grad in enumerate(grads[len(grads) - len(trains) :]):
+                total = of_parameters[i]
+                of_parameters[i] = total.add_(grad) if total is not None and grad is not None else grad
+        complete = [torch.zeros_like(p) if g is None else g for p, g in zip(trains, of_parameters, strict=True)]
+        return per_token, correct, of_hidden, complete
 
 
 def _chunk_loss(
@@ -134,19 +181,22 @@ def _chunk_loss(
     targets: Tensor,
     inputs: Sequence[Tensor],
     from_logits: FromLogits,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """Loss of each token, number of correct predictions, and gradients of the summed loss; logits are then freed.
+    """Loss of each token, number of correct predictions, and gradients of the weighted sum; logits are then freed.
 
     The gradient of an input that the head does not use is None.
     """
     with torch.set_grad_enabled(bool(inputs)):
         logits = head(hidden)
     if isinstance(logits, DTensor):
-        return _split_loss(logits, targets, inputs)
+        return _split_loss(logits, targets, inputs, weights)
     # The edge is taken first, and detached logits are overwritten: autograd forbids in-place changes of a view that a
     # custom function returned.
     made_by = get_gradient_edge(logits) if inputs else None
     losses, right, of_logits = from_logits(logits.detach(), targets, bool(inputs))
+    if of_logits is not None and weights is not None:
+        of_logits *= weights[:, None]
     grads = () if made_by is None else torch.autograd.grad(made_by, inputs, of_logits, allow_unused=True)
     return losses, right, grads
 
@@ -186,12 +236,16 @@ def _compiled() -> FromLogits:
 
 
 def _split_loss(
-    logits: DTensor, targets: Tensor, inputs: Sequence[Tensor]
+    logits: DTensor, targets: Tensor, inputs: Sequence[Tensor], weights: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """``_chunk_loss`` of logits that tensor parallelism has sharded along the vocabulary."""
     with torch.set_grad_enabled(bool(inputs)), loss_parallel():
         losses = cross_entropy(logits.float(), targets, reduction="none")
-        grads = torch.autograd.grad(losses.sum(), inputs, allow_unused=True) if inputs else ()
+        weighted = losses
+        if weights is not None:
+            mesh = logits.device_mesh
+            weighted = losses * DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        grads = torch.autograd.grad(weighted.sum(), inputs, allow_unused=True) if inputs else ()
     return full_tensor(losses), (_most_likely(logits) == targets).sum(), grads
 
 

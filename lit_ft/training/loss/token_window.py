@@ -7,7 +7,7 @@ from lit_callbacks.distributed.all_reduce import all_reduce
 from torch import Tensor
 
 from lit_ft import process
-from lit_ft.packed_batch import PackedBatch
+from lit_ft.packed_batch import PackedBatch, terms_of_mean
 
 
 def loss_weight(*, window_tokens: int | Tensor, accumulate: int, replicas: int) -> float | Tensor:
@@ -58,7 +58,7 @@ def _count(trainer: Trainer, batch: PackedBatch, accumulate: int) -> int | Tenso
                 f"accumulate_grad_batches={accumulate}, but the batches carry no 'window_tokens': the loss is the "
                 "mean of micro-batch means, not over the tokens of the step. lit_ft.TextDataModule counts them"
             )
-        tokens = len(batch["targets"]) * accumulate
+        tokens = terms_of_mean(batch) * accumulate
         if not tokens:
             rank_zero_warn(
                 "a batch of this loader has no supervised token, and trains nothing: its labels are all -100, or only "

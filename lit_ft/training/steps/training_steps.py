@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_ft import process
-from lit_ft.packed_batch import PackedBatch
+from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_window import TokenWindow
@@ -52,9 +52,8 @@ class TrainingStepsModule(GivenWeightsModule, GuardedStepsModule):
             result = self(packed)
             self.train_metrics.add(result, packed)
             if self.record_losses is not None and "sample_ids" in packed and process.leads_replica(self.trainer):
-                of_samples = packed["sample_targets"], packed["sample_sources"]
-                self.record_losses(packed["sample_ids"], result.per_token, *of_samples, per_token=True)
-            loss_sum = result.loss_sum + self._packed.take_router_loss(len(packed["targets"]), self.train_metrics)
+                self._record(self.record_losses, result, packed)
+            loss_sum = result.loss_sum + self._packed.take_router_loss(terms_of_mean(packed), self.train_metrics)
             loss = loss_sum * self._window.weight(self.trainer)
         if batch_idx % accumulate == 0 and (term := method_hooks.regularization(self.model)) is not None:
             loss = loss + accumulate * term  # once in an optimizer step, over whose micro-batches Lightning averages
@@ -62,6 +61,10 @@ class TrainingStepsModule(GivenWeightsModule, GuardedStepsModule):
         if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
             self._log_step()
         return loss
+
+    def _record(self, record: Callable[..., None], result: TokenLoss, batch: PackedBatch) -> None:
+        of_samples = batch["sample_targets"], batch["sample_sources"]
+        record(batch["sample_ids"], result.per_token, *of_samples, per_token=True)
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Count the tokens of the step that goes on anew."""

@@ -119,3 +119,31 @@ def test_weight_undoes_lightnings_and_the_strategys_division() -> None:
     weight = loss_weight(window_tokens=10, accumulate=2, replicas=2)
     per_rank = [sum(loss * weight / 2 for loss in losses[rank::2]) for rank in range(2)]
     assert sum(per_rank) / 2 == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+@pytest.mark.parametrize("trains", ["hidden and head", "hidden", "head"])
+def test_gradients_of_another_loss_of_the_tokens(chunk_tokens: int, trains: str) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(8, 13, bias=True, dtype=torch.float64).requires_grad_("head" in trains)
+    hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad="hidden" in trains)
+    targets = torch.randint(0, 13, (11,))
+
+    def loss_of(per_token: torch.Tensor) -> torch.Tensor:
+        return -(per_token[:6].sum() - per_token[6:].sum()).sigmoid().log()
+
+    def with_weights(per_token: torch.Tensor, has_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        assert has_gradient
+        with torch.enable_grad():
+            leaf = per_token.detach().requires_grad_()
+            loss = loss_of(leaf)
+        return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+    inputs = [one for one in (hidden, *head.parameters()) if one.requires_grad]
+    plain = loss_of(cross_entropy(head(hidden), targets, reduction="none"))
+    wanted = torch.autograd.grad(plain * 0.3, inputs)
+    result = token_cross_entropy(hidden, head, targets, chunk_tokens, list(head.parameters()), loss_of=with_weights)
+    torch.testing.assert_close(result.loss_sum.double(), plain, atol=1e-6, rtol=1e-6)
+    got = torch.autograd.grad(result.loss_sum * 0.3, inputs)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)

@@ -1,0 +1,1 @@
+"""Preference tuning: which of two answers is the better one."""

@@ -1,0 +1,52 @@
+"""Log-probabilities and loss of the pairs of a packed batch, from the cross-entropy of its supervised tokens."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lit_ft.packed_batch import PackedBatch
+from lit_ft.training.loss.token_cross_entropy import LossOf
+from lit_ft.training.preference.objectives import AnswerLogProbs, Objective
+
+
+def answer_log_probs(per_token: Tensor, batch: PackedBatch) -> tuple[AnswerLogProbs, AnswerLogProbs]:
+    """Log-probabilities of the chosen and of the rejected answers of a batch's P pairs.
+
+    Args:
+        per_token: cross-entropy of each of the n supervised tokens, ``(n,)``.
+        batch: packed batch of pairs; without ``reference_log_probs`` these are 0.
+    """
+    answer, count = batch["target_answers"], 2 * len(batch["pairs"])
+    # In fp64, so that the order in which a GPU adds does not count.
+    wide = per_token.dtype if per_token.device.type == "mps" else torch.float64
+    sums = per_token.new_zeros(count, dtype=wide).index_add(0, answer, per_token.to(wide))
+    policy = -sums.to(per_token.dtype).view(-1, 2)
+    tokens = per_token.new_zeros(count).index_add(0, answer, torch.ones_like(per_token)).view(-1, 2)
+    reference = batch.get("reference_log_probs", torch.zeros_like(policy))
+    chosen, rejected = (AnswerLogProbs(policy[:, k], reference[:, k], tokens[:, k]) for k in (0, 1))
+    return chosen, rejected
+
+
+def loss_of_pairs(objective: Objective, batch: PackedBatch) -> LossOf:
+    """Summed loss of a batch's pairs, as a function of the cross-entropy of the tokens on this rank."""
+
+    def loss_of(per_token: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        with torch.set_grad_enabled(has_gradient):
+            every = _of_all_ranks(per_token, batch).requires_grad_(has_gradient)
+            loss = objective.losses(*answer_log_probs(every, batch)).sum()
+            if not has_gradient:
+                return loss, None
+            (weights,) = torch.autograd.grad(loss, every)
+        return loss.detach(), weights[batch["is_local"]] if "is_local" in batch else weights
+
+    return loss_of
+
+
+def _of_all_ranks(per_token: Tensor, batch: PackedBatch) -> Tensor:
+    """Cross-entropy of all supervised tokens of a batch, whose tokens may be sharded across ranks; a collective."""
+    if "is_local" not in batch:
+        return per_token.detach()
+    every = per_token.new_zeros(len(batch["is_local"]))
+    every[batch["is_local"]] = per_token.detach()
+    dist.all_reduce(every, group=batch["token_group"])
+    return every

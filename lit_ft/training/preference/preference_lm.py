@@ -1,0 +1,127 @@
+"""The LightningModule of preference tuning."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lit_ft.errors import RecipeError
+from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.process import datamodule_of
+from lit_ft.protocols import Checkpoint, GivesPairs
+from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.preference.metrics import NAMES, PairMetrics
+from lit_ft.training.preference.objectives import DPO, Objective
+from lit_ft.training.preference.pairs import answer_log_probs, loss_of_pairs
+from lit_ft.training.preference.reference import ReferenceLogProbs
+
+
+class PreferenceLM(CausalLM):
+    """Fine-tune a causal language model on pairs of a better and a worse answer: DPO, IPO, SimPO, ORPO.
+
+    It takes data of the format ``preference``. The loss is the mean over the pairs of the whole optimizer step.
+    Objectives that compare the model with a reference take it as it is when the run begins, with a given adapter: its
+    log-probabilities are computed once, before the first step, and saved in checkpoints.
+
+    Logged: ``{train,val,test}/{loss,reward_accuracy,reward_margin,reward_chosen,reward_rejected,log_prob_chosen,
+    log_prob_rejected}``, means over pairs (``metrics.NAMES``), and otherwise what ``CausalLM`` logs, without perplexity
+    and token accuracy.
+    """
+
+    measured = NAMES
+
+    def __init__(self, pretrained: str, objective: Objective | None = None, **kwargs: Any) -> None:
+        """Say what is trained and how.
+
+        Args:
+            pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
+            objective: loss of a pair, by class_path: lit_ft.DPO, lit_ft.IPO, lit_ft.SimPO, lit_ft.ORPO, or your own
+                lit_ft.training.preference.objectives.Objective. null is DPO.
+            **kwargs: the other options of ``CausalLM``.
+        """
+        super().__init__(pretrained, **kwargs)
+        self.objective = objective or DPO()
+        has_router_loss = self.spec.router_aux_loss is not None
+        self.train_metrics = PairMetrics(self.objective, has_router_loss)
+        self.val_metrics, self.test_metrics = PairMetrics(self.objective), PairMetrics(self.objective)
+        self._reference = ReferenceLogProbs()
+
+    def setup(self, stage: str) -> None:
+        """Refuse data that is no pairs.
+
+        Raises:
+            RecipeError: it is none.
+        """
+        super().setup(stage)
+        data = datamodule_of(self._trainer)
+        if stage in ("fit", "validate", "test") and not (isinstance(data, GivesPairs) and data.has_pairs):
+            raise RecipeError(
+                f"{type(self).__name__} trains on pairs of a better and a worse answer, and the data holds none; set "
+                "data.format=preference (rows of prompt, chosen, rejected) in a lit_ft.TextDataModule, or train on "
+                "single answers with lit_ft.CausalLM"
+            )
+
+    # --- step ------------------------------------------------------------------------------------
+
+    def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
+        """Summed loss of a batch's pairs, from its final hidden states ``(1, T, H)``."""
+        return self._packed.token_loss(hidden, batch, loss_of_pairs(self.objective, batch))
+
+    def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Part of the step's mean loss over pairs."""
+        return super().training_step(self._with_reference(batch, "train"), batch_idx)
+
+    def validation_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
+        """Count the batch into the means of val."""
+        super().validation_step(self._with_reference(batch, "val"), batch_idx)
+
+    def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
+        """Count the batch into the means of test."""
+        super().test_step(self._with_reference(batch, "test"), batch_idx)
+
+    def _with_reference(self, batch: PackedBatch | Mapping[str, Tensor], split: str) -> PackedBatch:
+        packed = self._packed.as_packed_batch(batch)
+        if not self.objective.needs_reference or not packed["segment_lengths"]:
+            return packed
+        return {**packed, "reference_log_probs": self._reference.of(split, packed["pairs"])}
+
+    def _record(self, record: Callable[..., None], result: TokenLoss, batch: PackedBatch) -> None:
+        losses = self.objective.losses(*answer_log_probs(result.per_token, batch))
+        record(batch["sample_ids"], losses, [1] * len(batch["sample_ids"]), batch["sample_sources"])
+
+    # --- reference -------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Compute the reference's log-probabilities, unless a checkpoint has them."""
+        super().on_train_start()
+        self._prepare_reference("train")
+        if self.trainer.limit_val_batches and self.trainer.val_dataloaders:
+            self._prepare_reference("val")
+        self._reference.is_of_start = False
+
+    def on_validation_start(self) -> None:
+        """The same of the validation data, before the sanity check or in `validate`."""
+        super().on_validation_start()
+        self._prepare_reference("val")
+
+    def on_test_start(self) -> None:
+        """The same of the test data, in `test`."""
+        super().on_test_start()
+        self._prepare_reference("test")
+
+    def _prepare_reference(self, split: str) -> None:
+        data = datamodule_of(self.trainer)
+        assert isinstance(data, GivesPairs), "setup has refused other data"
+        if self.objective.needs_reference:
+            self._reference.prepare(self.trainer, self, data, split)
+
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Keep the reference's log-probabilities: no resumed run could compute them."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["reference_log_probs"] = self._reference.known
+
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Take over the reference's log-probabilities."""
+        super().on_load_checkpoint(checkpoint)
+        self._reference.known = checkpoint.get("reference_log_probs", {})
+        self._reference.is_of_start = False

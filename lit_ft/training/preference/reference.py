@@ -1,0 +1,87 @@
+"""Log-probabilities of pairs by the model as it was before training, which some objectives compare it with.
+
+They are computed once, before the first optimizer step, and kept in checkpoints: no second model is in memory, a step
+has one forward pass, and each strategy computes them as it computes a validation.
+"""
+
+import math
+import time
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.distributed.all_reduce import all_reduce
+from lit_callbacks.evaluation.evaluation_side_effects import evaluating
+from lit_callbacks.output.quantities import as_count
+from torch import Tensor
+
+from lit_ft.accumulation import accumulation, optimizer_steps
+from lit_ft.errors import RecipeError
+from lit_ft.protocols import GivesPairs, PairSet
+from lit_ft.training.preference.pairs import answer_log_probs
+
+SECONDS_BETWEEN_LINES = 30
+_UNKNOWN = -torch.inf
+
+
+class ReferenceLogProbs:
+    """Log-probabilities of the chosen and rejected answers of sets of pairs, by the fingerprint of each set."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Tensor] = {}
+        """``(pairs of the set, 2)``, fp32, on the CPU; -inf for pairs that the run has no use for."""
+        self.is_of_start = True
+        """Whether the module's weights are those from before training."""
+        self._in_use: dict[str, Tensor] = {}
+
+    def of(self, split: str, pairs: Tensor) -> Tensor:
+        """Log-probabilities of pairs of a split that is prepared, by their indices ``(P,)``: ``(P, 2)``."""
+        return self._in_use[split][pairs]
+
+    def prepare(self, trainer: Trainer, module: LightningModule, data: GivesPairs, split: str) -> None:
+        """Compute those that a split's batches need, unless they are known; all ranks call it.
+
+        Raises:
+            RecipeError: some are not known, and the weights are no longer those from before training.
+        """
+        pairs = data.pairs(split, _planned_batches(trainer) if split == "train" else None)
+        known = self.known.get(pairs.fingerprint)
+        if known is None or torch.isinf(known[pairs.indices]).any():
+            if not self.is_of_start:
+                raise RecipeError(
+                    f"{type(module).__name__}: the log-probabilities of {as_count(len(pairs.indices), 'pair')} "
+                    f"({split}) by the model from before training are not known, and its weights are trained now. They "
+                    "are computed as a run begins, of the pairs that it trains and validates on; give these pairs to "
+                    "the run itself (data.val_path), or start a new one"
+                )
+            computed = _compute(trainer, module, pairs)
+            known = computed if known is None else torch.maximum(known, computed)
+            self.known[pairs.fingerprint] = known
+        self._in_use[split] = known.to(trainer.strategy.root_device)
+
+
+def _planned_batches(trainer: Trainer) -> int | None:
+    """Micro-batches of each rank that the run trains on; None where it has no end."""
+    steps = optimizer_steps(trainer)
+    return int(steps) * accumulation(trainer, 0) if 0 <= steps < math.inf else None
+
+
+def _compute(trainer: Trainer, module: LightningModule, pairs: PairSet) -> Tensor:
+    total, device = as_count(len(pairs.indices), "pair"), trainer.strategy.root_device
+    rank_zero_info(f"reference: log-probabilities of {total} by the model as it is before training ...")
+    began = said_at = time.monotonic()
+    values = torch.full((pairs.total, 2), _UNKNOWN, device=device)
+    with evaluating(trainer, module):
+        for number, batch in enumerate(pairs.loader, 1):
+            if not batch["segment_lengths"]:
+                continue
+            batch = trainer.strategy.batch_to_device(batch)
+            answers = answer_log_probs(module(batch).per_token, batch)
+            at = pairs.indices.to(device)[batch["pairs"]]
+            values[at] = torch.stack([answer.policy for answer in answers], dim=1)
+            if time.monotonic() - said_at > SECONDS_BETWEEN_LINES:
+                said_at = time.monotonic()
+                rank_zero_info(f"reference: {number:,} batches computed")
+    known = all_reduce(trainer, values, "max").cpu()
+    rank_zero_info(f"reference: {total} in {time.monotonic() - began:.0f} s")
+    return known
