@@ -4,6 +4,10 @@ The samples of a micro-batch are concatenated into one sequence of T tokens; pos
 with each sample, and attention is block-diagonal (see ``model/attention``). Labels are shifted here and
 nowhere else: ``predict_at[i]`` is the index of the token whose hidden state predicts ``targets[i]``.
 A *window* is the micro-batches of one optimizer step.
+
+Where a sample is a pair of preference data, its chosen and its rejected conversation are two segments, in this order:
+P pairs are 2P segments. ``target_answers``, ``pairs`` and ``pair_sources`` are in every batch of such data, of length 0
+in one without pairs, and in no other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,28 +26,34 @@ IGNORE_INDEX = -100
 
 
 class PackedBatch(TypedDict, total=False):
-    """A micro-batch of S samples, T tokens and n supervised tokens."""
+    """A micro-batch of S samples (where samples are pairs: of P pairs), T tokens and n supervised tokens."""
 
     input_ids: Tensor
     """``(1, T)``, int64."""
     position_ids: Tensor
     """``(1, T)``, int64, restarting at 0 with each sample."""
     segment_lengths: list[int]
-    """S lengths that add up to T."""
+    """S lengths that add up to T; of pairs 2P."""
     predict_at: Tensor
     """``(n,)``, int64: indices into the T tokens."""
     targets: Tensor
     """``(n,)``, int64: the supervised token ids."""
     target_sources: Tensor
     """``(n,)``, int64: the source of each target, an index into ``source_names``."""
+    target_answers: Tensor
+    """``(n,)``, int64: the answer of each target: 2i is the chosen one of pair i, 2i + 1 the rejected one."""
+    pairs: Tensor
+    """``(P,)``, int64: index of each pair among the samples of its set."""
+    pair_sources: Tensor
+    """``(P,)``, int64: the source of each pair, an index into ``source_names``."""
     source_names: Sequence[str]
     """Names of the sources that have their own loss curve; empty where there is one source."""
     sample_ids: Sequence[str]
-    """S ids, the same in each epoch; absent where samples have no fixed position, as in a stream."""
+    """S ids (P of pairs), the same in each epoch; absent where samples have no fixed position, as in a stream."""
     sample_sources: Sequence[str]
-    """S names of sources, each empty where there is one source; present with ``sample_ids``."""
+    """S names of sources (P of pairs), each empty where there is one source; present with ``sample_ids``."""
     sample_targets: Sequence[int]
-    """S numbers of supervised tokens; present with ``sample_ids``."""
+    """S numbers of supervised tokens (P of pairs, of both answers); present with ``sample_ids``."""
     is_local: Tensor
     """``(n of the full batch,)``, bool: targets on this rank, where the tokens are sharded across ranks."""
     token_group: ProcessGroup
@@ -52,9 +62,10 @@ class PackedBatch(TypedDict, total=False):
     """``(P, 2)``, fp32: log-probabilities of the chosen and the rejected answer of each pair by the model as it was
     before training; the module adds them where its objective needs them."""
     window_tokens: int
-    """Supervised tokens of this rank in the window, over all its micro-batches."""
+    """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
+    samples are pairs, the number of its pairs."""
     window_sources: Sequence[int]
-    """Sources with supervised tokens in the window, on any rank, as indices into ``source_names``."""
+    """Sources with supervised tokens (or pairs) in the window, on any rank, as indices into ``source_names``."""
 
 
 def pack_samples(
@@ -85,11 +96,41 @@ def pack_samples(
     )
 
 
+def pack_pairs(
+    pairs: Sequence[tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]],
+    numbers: Sequence[int],
+    sources: Sequence[int] | np.ndarray,
+) -> PackedBatch:
+    """Concatenate pairs of preference data into a packed batch, chosen before rejected.
+
+    Args:
+        pairs: chosen and rejected conversation of each of P pairs, each ``(ids, labels)``, labels unshifted.
+        numbers: index of each pair among the samples of its set, ``(P,)``.
+        sources: source number of each pair, ``(P,)``.
+    """
+    batch = pack_samples([half for pair in pairs for half in pair], np.repeat(sources, 2))
+    counts = _targets_of_segments(batch)
+    batch["target_answers"] = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+    batch["pairs"] = torch.tensor(numbers, dtype=torch.int64)
+    batch["pair_sources"] = torch.from_numpy(np.array(sources, dtype=np.int64))
+    return batch
+
+
+def with_no_pairs(batch: PackedBatch) -> PackedBatch:
+    """A batch without targets, as one of data that consists of pairs."""
+    nothing = batch["targets"].new_zeros(0)
+    return {**batch, "target_answers": nothing, "pairs": nothing, "pair_sources": nothing}
+
+
 def sample_targets(batch: PackedBatch) -> list[int]:
-    """Number of supervised tokens of each of the S samples of a packed batch on the host."""
+    """Number of supervised tokens of each of the S samples, or P pairs, of a packed batch on the host."""
+    counts = _targets_of_segments(batch)
+    return counts.reshape(len(counts) // 2, 2).sum(1).tolist() if "pairs" in batch else counts.tolist()
+
+
+def _targets_of_segments(batch: PackedBatch) -> np.ndarray:
     ends = np.cumsum(batch["segment_lengths"])
-    counts: list[int] = np.diff(np.searchsorted(batch["predict_at"].numpy(), ends), prepend=0).tolist()
-    return counts
+    return np.diff(np.searchsorted(batch["predict_at"].numpy(), ends), prepend=0)
 
 
 def terms_of_mean(batch: PackedBatch) -> int:
@@ -113,13 +154,16 @@ def empty_batch() -> PackedBatch:
 def split(batch: PackedBatch, parts: int) -> list[PackedBatch]:
     """Split a packed batch between samples into ``parts``, in order and of about the same number of tokens.
 
-    Where there are fewer samples than parts, the rest are dummies: one token that predicts nothing, which can be
-    computed and adds nothing to loss or gradients.
+    A pair is never parted; its answers are counted from 0 in each part. Where there are fewer samples than parts, the
+    rest are dummies: one token that predicts nothing, which can be computed and adds nothing to loss or gradients.
     """
-    lengths = batch["segment_lengths"]
+    segments = batch["segment_lengths"]
+    size = 2 if len(batch.get("pairs", ())) else 1
+    lengths = [sum(segments[at : at + size]) for at in range(0, len(segments), size)]
     samples = split_evenly(lengths, min(parts, len(lengths)))
-    pieces = [_part(batch, lengths, part.start, part.stop) for part in samples]
-    return pieces + [_dummy(batch["input_ids"].device)] * (parts - len(pieces))
+    pieces = [_part(batch, segments, size * part.start, size * part.stop) for part in samples]
+    dummy = _dummy(batch["input_ids"].device)
+    return pieces + [with_no_pairs(dummy) if "pairs" in batch else dummy] * (parts - len(pieces))
 
 
 def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> PackedBatch:
@@ -135,6 +179,10 @@ def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> 
     )
     if "target_sources" in batch:
         piece["target_sources"] = batch["target_sources"][is_here]
+    if "pairs" in batch:
+        piece["target_answers"] = batch["target_answers"][is_here] - first
+        piece["pairs"] = batch["pairs"][first // 2 : last // 2]
+        piece["pair_sources"] = batch["pair_sources"][first // 2 : last // 2]
     return piece
 
 

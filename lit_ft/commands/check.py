@@ -175,7 +175,9 @@ class CheckCLI(RecipeCLI):
                     "samples of one packed batch see each other; set model.attn_implementation to auto"
                 )
         chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]
-        report.examples = [show_example(*train[int(i)], tokenizer) for i in sorted(chosen)]
+        shown = [part for i in sorted(chosen) for part in train.conversations(int(i))]
+        report.has_pairs = train.has_pairs
+        report.examples = [show_example(*part, tokenizer) for part in shown]
 
     def _judge_warmup(self, trainer: Namespace) -> None:
         """Say that the warm-up is longer than a run whose ``max_steps`` are set; ``fit`` says it of epochs as well."""
@@ -284,8 +286,8 @@ def show(report: Report, console: Console) -> None:
     console.print()
     for name, fact in report.facts.items():
         console.print(Text(printable(f"{name}: {fact}")), soft_wrap=True)
-    for number, example in enumerate(report.examples, 1):
-        console.print(Text(f"\nsample {number} (supervised tokens in green, between » and «)"))
+    for title, example in zip(report.titles, report.examples, strict=True):
+        console.print(Text(f"\n{title} (supervised tokens in green, between » and «)"))
         console.print(Text.assemble(*_colored(example["head"])), soft_wrap=True)
         if left_out := example["left_out"]:
             console.print(

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.loaders.batching import BatchPlan
 from lit_ft.data.template_check import compare_with_template
+from lit_ft.data.text.columns import PREFERENCE
+from lit_ft.data.text.formats import PREFERENCES
 from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, TokenArrays
@@ -54,7 +56,8 @@ class SourceReport:
     closed: float
     """Fraction of the samples whose last supervised token ends the turn; NaN where the format has no conversations."""
     ends: dict[str, int]
-    """Samples by their last supervised token, of special ones; empty where the format has no conversations."""
+    """Samples by their last supervised token, of special ones; empty where the format has no conversations. Of pairs,
+    both conversations count, here and above."""
 
 
 @dataclass
@@ -70,9 +73,17 @@ class Report:
     problems: list[str] = field(default_factory=list)
     """Problems that would make training wrong."""
     examples: list[ShownSample] = field(default_factory=list)
-    """Some samples."""
+    """Some samples; where samples are pairs, chosen and rejected conversations in turn."""
+    has_pairs: bool = False
     compared: list[Prepared] = field(default_factory=list)
     """Sources that were compared with the template; one of which a part is held out is in two splits."""
+
+    @property
+    def titles(self) -> list[str]:
+        """What each of the examples is."""
+        numbers = range(len(self.examples))
+        of_pairs = [f"pair {i // 2 + 1}, {PREFERENCE[i % 2]}" for i in numbers]
+        return of_pairs if self.has_pairs else [f"sample {i + 1}" for i in numbers]
 
 
 def describe_source(
@@ -82,6 +93,7 @@ def describe_source(
     mine = samples.take(np.flatnonzero(samples.source == number))
     _, counts = np.unique(mine.digests(), return_counts=True)
     ends = _ends(prepared.arrays, mine.index, tokenizer) if form in _CONVERSATIONS else {}
+    answers = 2 * len(mine) if mine.has_pairs else len(mine)
     return SourceReport(
         name=name,
         format=form,
@@ -92,12 +104,12 @@ def describe_source(
         longest=int(mine.lengths.max()) if len(mine) else 0,
         duplicates=len(mine) - len(counts),
         repeats=int(counts.max(initial=0)),
-        closed=sum(ends.values()) / len(mine) if form in _CONVERSATIONS and len(mine) else float("nan"),
+        closed=sum(ends.values()) / answers if form in _CONVERSATIONS and answers else float("nan"),
         ends=ends,
     )
 
 
-_CONVERSATIONS = ("alpaca", "sharegpt", "messages", "prompt_completion")
+_CONVERSATIONS = ("alpaca", "sharegpt", "messages", "prompt_completion", PREFERENCES)
 
 
 def _ends(arrays: TokenArrays, chosen: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -109,8 +121,8 @@ def _ends(arrays: TokenArrays, chosen: np.ndarray, tokenizer: PreTrainedTokenize
 
 
 def _last_supervised(arrays: TokenArrays, chosen: np.ndarray) -> np.ndarray:
-    """Last supervised token of each of some samples, ``(samples,)``; few tokens come after it."""
-    at = arrays.offsets[chosen, 1] - 1
+    """Last supervised token of each of some samples, of pairs of both conversations; few tokens come after it."""
+    at = arrays.conversations(chosen)[:, 1] - 1
     before = np.arange(len(at))
     while len(before := before[arrays.labels[at[before]] == IGNORE_INDEX]):
         at[before] -= 1
@@ -120,9 +132,11 @@ def _last_supervised(arrays: TokenArrays, chosen: np.ndarray) -> np.ndarray:
 def describe_ends(sources: list[SourceReport]) -> dict[str, str]:
     """Facts on the special tokens that close supervised answers; empty where no source has conversations."""
     ends: Counter[str] = sum((Counter(source.ends) for source in sources), Counter())
-    samples = sum(source.samples for source in sources if source.format in _CONVERSATIONS)
+    answers = {source.format: 2 if source.format == PREFERENCES else 1 for source in sources}
+    samples = sum(answers[source.format] * source.samples for source in sources if source.format in _CONVERSATIONS)
+    what = "answer" if PREFERENCES in answers else "sample"
     counts = ", ".join(f"{token!r} in {count:,}" for token, count in ends.most_common()) or "none"
-    return {"end tokens that are trained on": f"{counts} of {as_count(samples, 'sample')}"} if samples else {}
+    return {"end tokens that are trained on": f"{counts} of {as_count(samples, what)}"} if samples else {}
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
@@ -151,9 +165,11 @@ def describe_lengths(prepared: list[Prepared], max_length: int | None) -> dict[s
     lengths = np.concatenate([one.full_lengths for one in prepared])
     middle = int(np.quantile(lengths, 0.5, method="inverted_cdf"))
     limit = "none" if max_length is None else f"{max_length:,}"
+    # max_length holds for each conversation of a pair.
+    what = "sample" if prepared[0].arrays.chosen is None else "conversation"
     return {
-        "tokens per sample before truncation": f"half have up to {middle:,}, the longest {int(lengths.max()):,}",
-        "max_length that keeps samples whole": f"{whole_lengths(lengths)} (data.max_length is {limit})",
+        f"tokens per {what} before truncation": f"half have up to {middle:,}, the longest {int(lengths.max()):,}",
+        f"max_length that keeps {what}s whole": f"{whole_lengths(lengths)} (data.max_length is {limit})",
     }
 
 
@@ -296,7 +312,7 @@ def inspect_split(
                 f"{source.name}: {source.duplicates:,} of {as_count(source.samples, 'sample')}: repetition of another "
                 f"({source.duplicates / source.samples:.1%}; the most frequent is there {source.repeats:,} times)"
             )
-        truncated_share = one.notes["truncated"] / max(source.samples, 1)
+        truncated_share = one.notes["truncated"] / max(source.samples * (2 if samples.has_pairs else 1), 1)
         if source.closed < 1 - truncated_share - 1e-9:
             report.problems.append(
                 f"{source.name}: the end-of-turn token is supervised in {source.closed:.1%} of the samples; give "

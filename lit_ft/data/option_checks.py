@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from lit_ft.data.text.formats import PREFERENCES
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.errors import RecipeError, check_counts
 
@@ -65,6 +66,36 @@ def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -
             f"data.shuffle_buffer={shuffle_buffer} has no effect without data.streaming=true, as all rows are shuffled "
             "at once; leave it out"
         )
+
+
+def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streaming: bool) -> None:
+    """Refuse pairs of preference data beside other data, and options that they cannot follow.
+
+    Args:
+        sources: data sets of each split.
+        supervise: ``data.supervise``.
+        streaming: ``data.streaming``.
+
+    Raises:
+        RecipeError: there are pairs, and other data or such an option.
+    """
+    every = [source for several in sources.values() for source in several]
+    pairs = [source for source in every if source.format == PREFERENCES]
+    if not pairs:
+        return
+    if other := next((source for source in every if source.format != PREFERENCES), None):
+        raise RecipeError(
+            f"{pairs[0].path!r} holds preference pairs (format: preference), {other.path!r} is read as "
+            f"{other.format}; training, validation and test data are all pairs or none: set data.format=preference for "
+            "all of them, or give the others a run of their own"
+        )
+    if supervise != "assistant":
+        raise RecipeError(
+            f"data.supervise={supervise!r} has no effect on preference pairs, of which the two answers are compared; "
+            "leave it out"
+        )
+    if streaming:
+        raise RecipeError("data.streaming=true reads no preference pairs; leave it out")
 
 
 def check_fractions_of_stream(**options: object) -> None:

@@ -7,7 +7,9 @@ from dataclasses import replace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
 
-from lit_ft.data.text.formats import ANSWERS, Chat, Text, renamed
+from lit_ft.data.text.columns import PREFERENCE
+from lit_ft.data.text.formats import ANSWERS, PREFERENCES, Chat, Text, answers_of, renamed
+from lit_ft.data.text.preferences import REJECTED_TEXT
 from lit_ft.data.text.rendering import expected_answer, is_closed, prompt_of
 from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens.preparation import Preparation
@@ -17,7 +19,7 @@ from lit_ft.protocols import Question
 
 _OPEN = "?"
 """Stands for the missing answer, so that the readers of training rows read a question too; no prompt depends on it."""
-_ANSWER_COLUMNS = frozenset({"output", "completion"})
+_ANSWER_COLUMNS = frozenset({"output", "completion", *PREFERENCE})
 _TURNS = {
     "messages": ("messages", "role", "content"),
     "sharegpt": ("conversations", "from", "value"),
@@ -80,7 +82,7 @@ def _question(
     """Prompt, question and known answer (None if there is none) of a row; None for raw text and tokens."""
     given = renamed(row, columns)
     asked = without_answer(given, tokenization.format)
-    example = tokenization.example(given if asked is None else asked)
+    example = answers_of(tokenization.example(given if asked is None else asked))[0]
     if isinstance(example, Chat):
         template = tokenization.template_of(example)
         prompt, question = prompt_of(example, template)
@@ -102,6 +104,9 @@ def without_answer(row: RawRow, form: str) -> RawRow | None:
     """A row that has no answer, with one put in its place; None for a row that has one."""
     if form == "alpaca":
         return {**row, "output": _OPEN} if _is_empty(row.get("output")) else None
+    if form == PREFERENCES:
+        has_answer = not _is_empty(row.get("chosen")) or row.get(REJECTED_TEXT) is not None
+        return None if has_answer else {**row, "chosen": _OPEN, "rejected": _OPEN + _OPEN}
     if form == "prompt_completion":
         if not _is_empty(row.get("completion")) and row.get("completion") != []:
             return None

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft import process
 from lit_ft.data.questions import questions_of
 from lit_ft.data.text.chat_template import set_chat_template
-from lit_ft.data.text.formats import Chat
+from lit_ft.data.text.formats import Chat, answers_of
 from lit_ft.data.text.rendering import expected_answer, prompt_of, through_last_supervised_answer
 from lit_ft.data.text.sources import Source, shared_content
 from lit_ft.data.tokens.preparation import Preparation, Prepared
@@ -87,7 +87,7 @@ class DataSplits(UserDict[str, Samples]):
     @property
     def longest_sample(self) -> int | None:
         """Tokens of the longest sample that was read; None if there is none, as with streaming."""
-        return max((int(samples.lengths.max()) for samples in self.values() if len(samples)), default=None)
+        return max((samples.longest for samples in self.values() if len(samples)), default=None)
 
     def use(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Read rows with this tokenizer, which gets the data's chat template and its options."""
@@ -182,7 +182,7 @@ class DataSplits(UserDict[str, Samples]):
             rows = set(samples.rows[samples.source == number].tolist())
             tokenization = self.preparation.tokenization(prepared.source)
             for row_number, (_, row) in enumerate(prepared.source.rows()):
-                example = tokenization.example(row) if row_number in rows else None
+                example = answers_of(tokenization.example(row))[0] if row_number in rows else None
                 if not isinstance(example, Chat):
                     continue
                 if (chat := through_last_supervised_answer(example, tokenization.supervise)) is None:

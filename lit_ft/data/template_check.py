@@ -11,7 +11,7 @@ from itertools import islice
 
 from lit_callbacks.output.quantities import as_count
 
-from lit_ft.data.text.formats import Chat
+from lit_ft.data.text.formats import Chat, answers_of
 from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
 from lit_ft.data.text.sources import RawRow
 from lit_ft.data.token_difference import decoded_from, first_difference
@@ -71,9 +71,10 @@ def compare_with_template(
     for location, row in rows:
         try:
             example = tokenization.example(row)
-            if not isinstance(example, Chat):
-                return comparison
-            tokens += _compare(example, location, tokenization, comparison)
+            for one in answers_of(example):
+                if not isinstance(one, Chat):
+                    return comparison
+                tokens += _compare(one, location, tokenization, comparison)
         except BadRow:
             continue  # counted where the rows were read
         if comparison.count >= ROWS or tokens >= TOKENS:

@@ -33,11 +33,13 @@ from lit_ft.data.option_checks import (
     check_no_weights,
     check_numbers,
     check_overfitted_share,
+    check_pairs,
     check_streaming,
     check_system,
     sources_of,
 )
 from lit_ft.data.splits import DataSplits
+from lit_ft.data.text.formats import PREFERENCES
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.data.tokens.preparation import OnBadRow, Preparation
@@ -110,8 +112,9 @@ class TextDataModule(LightningDataModule):
             val_fraction: fraction of each source's rows that is held out for validation, 0 to 1; equal rows stay
                 together.
             test_path: data for `test`, and questions for `predict`, with answers or without.
-            format: format of the rows; auto chooses by the columns of the first row. A format that a source names
-                itself has priority.
+            format: format of the rows; auto chooses by the columns of the first row, except for preference (pairs of
+                a chosen and a rejected answer, for lit_ft.PreferenceLM). A format that a source names itself has
+                priority.
             columns: column names of the data, by the names that the format needs, e.g. {instruction: question, output:
                 answer}; those that a source names itself have priority.
             system: system prompt for conversations that have none.
@@ -120,7 +123,7 @@ class TextDataModule(LightningDataModule):
             template_options: variables for the template, e.g. {enable_thinking: false}.
             supervise: supervised tokens: assistant (every assistant turn, unless a message has train: false), last (the
                 last assistant turn), all (every token).
-            max_length: maximum length of a sample, in tokens; null for no limit.
+            max_length: maximum length of a sample, in tokens (of each conversation of a pair); null for no limit.
             overlong: treatment of longer samples: truncate (remove the end; raw text continues in further samples),
                 truncate_left_prompt (remove the beginning of the prompt, keep the answer), drop, or error.
             on_bad_row: treatment of a row that cannot be used: error, or skip (skipped rows are counted).
@@ -128,7 +131,8 @@ class TextDataModule(LightningDataModule):
             join_micro_batches: run micro-batches of one optimizer step in one forward pass while they fit in
                 micro_batch_tokens. Same loss and gradients, fewer passes.
             micro_batch_tokens: maximum number of tokens of joined micro-batches, and of an evaluation batch; by default
-                micro_batch_size x max_length (with packing, x packing), the memory that the recipe allows anyway.
+                micro_batch_size x max_length (of pairs, twice that; with packing, x packing), the memory that the
+                recipe allows anyway.
             packing: token budget of a packed sequence (a bin of samples), or off. A longer sample
                 is an error.
             shuffle: draw a new order each epoch, from the seed.
@@ -151,6 +155,7 @@ class TextDataModule(LightningDataModule):
         given = {"train": (path, sources), "val": (val_path, val_sources), "test": (test_path, None)}
         read = {split: sources_of(*one, format, columns) for split, one in given.items()}
         check_no_weights(read["val"], "data.val_sources")
+        check_pairs(read, supervise, streaming)
         named = {split for split, (_, several) in given.items() if several is not None}
         named |= {"val"} if sources and val_fraction else set()
         preparation = Preparation(
@@ -228,9 +233,10 @@ class TextDataModule(LightningDataModule):
 
     def _check_packing(self, longest: int) -> None:
         if self.packing is not None and longest > self.packing:
+            what, length = ("pair", self.packing // 2) if self.has_pairs else ("sample", self.packing)
             raise RecipeError(
-                f"data.packing={self.packing} tokens cannot hold the longest sample of {longest}; "
-                f"set it to {longest} or more, or data.max_length to {self.packing}"
+                f"data.packing={self.packing} tokens cannot hold the longest {what} of {longest}; "
+                f"set it to {longest} or more, or data.max_length to {length}"
             )
 
     def validation_rows(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Source, frozenset[int] | None]]:
@@ -313,6 +319,11 @@ class TextDataModule(LightningDataModule):
         """Length of samples that the recipe asks for; None where it leaves the default, which data may not reach."""
         return self.max_length if self.streaming or self.max_length != DEFAULT_MAX_LENGTH else None
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether samples are pairs of preference data, a chosen and a rejected conversation each."""
+        return any(source.format == PREFERENCES for sources in self.splits.sources.values() for source in sources)
+
     # --- loaders ---------------------------------------------------------------------------------
 
     @property
@@ -320,8 +331,9 @@ class TextDataModule(LightningDataModule):
         """Maximum number of tokens of a micro-batch; None without a limit."""
         if self.micro_batch_tokens is not None:
             return self.micro_batch_tokens
+        conversations = 2 if self.has_pairs and self.packing is None else 1
         per_unit = self.packing if self.packing is not None else self.max_length
-        return None if per_unit is None else per_unit * self.micro_batch_size
+        return None if per_unit is None else conversations * per_unit * self.micro_batch_size
 
     def plan(self, replicas: int = 1) -> BatchPlan:
         """Plan that distributes training samples to ``replicas`` data-parallel ranks."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from lit_ft.data.text.formats import Chat, JsonObject
+from lit_ft.data.text.formats import Chat, JsonObject, answers_of
 from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
 from lit_ft.data.text.sources import Source
 from lit_ft.data.text_data import TextDataModule
@@ -110,7 +110,7 @@ def _conversations(
             if numbers is not None and number not in numbers:
                 continue
             try:
-                example = tokenization.example(row)
+                example = answers_of(tokenization.example(row))[0]
                 turns = _turns(example, location, tokenization) if isinstance(example, Chat) else []
             except BadRow:
                 answered.bad_rows += 1

@@ -20,7 +20,7 @@ from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.data.worker_processes import batches_of
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import PackedBatch, empty_batch, pack_samples, sample_targets
+from lit_ft.packed_batch import PackedBatch, empty_batch, pack_pairs, pack_samples, sample_targets, with_no_pairs
 from lit_ft.protocols import LoaderState
 
 _Batch = TypeVar("_Batch")
@@ -117,9 +117,9 @@ class Window(NamedTuple):
     """Facts on a window (an optimizer step) that each of its micro-batches holds."""
 
     tokens: int
-    """Supervised tokens on this rank."""
+    """Supervised tokens on this rank; where samples are pairs, the number of pairs."""
     sources: tuple[int, ...]
-    """Sources with supervised tokens on any rank."""
+    """Sources with supervised tokens on any rank; a pair has some."""
 
 
 Piece = tuple[MicroBatch, Window, bool]
@@ -137,7 +137,8 @@ def micro_batches(
     """Micro-batches of one replica, window by window; ``fill_last_window`` as in ``BatchPlan.windows``."""
     for window in plan.windows(units, samples.lengths, accumulate, fill_last_window):
         mine = window[replica]
-        tokens = int(sum(samples.supervised[members].sum() for members in mine if members))
+        of_members = len if samples.has_pairs else lambda members: samples.supervised[members].sum()
+        tokens = int(sum(of_members(members) for members in mine if members))
         everywhere = [i for share in window for members in share for i in members]
         sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
         facts = Window(tokens, tuple(sources.tolist()))
@@ -177,7 +178,9 @@ def position_under(state: LoaderState, plan: BatchPlan, accumulate: int) -> int:
 def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
     """Build the packed batch of a micro-batch."""
     members, window, compute = piece
-    if members:
+    if members and samples.has_pairs:
+        batch = pack_pairs([samples.pair(i) for i in members], members, samples.source[members])
+    elif members:
         batch = pack_samples([samples[i] for i in members], samples.source[members])
     elif compute:
         # Other replicas run the model now and wait for this one: one token, nothing supervised.
@@ -185,6 +188,8 @@ def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
         batch = pack_samples([(ids[:1], labels[:1])])
     else:
         batch = empty_batch()
+    if samples.has_pairs and not members:
+        batch = with_no_pairs(batch)
     batch["window_tokens"], batch["window_sources"] = window
     batch["source_names"] = samples.names
     return batch

@@ -96,6 +96,7 @@ def _settings(preparation: Preparation) -> dict[str, object]:
 def _describe(part: TokenArrays) -> str:
     digest = xxhash.xxh3_64()
     arrays = [part.lengths, part.supervised, part.ids, *([] if part.labels is part.ids else [part.labels])]
+    arrays += [] if part.chosen is None else [part.chosen]
     for array in arrays:
         _update(digest, _bytes_of(array), ARRAY_BLOCK, ARRAY_BLOCKS)
     return f"{len(part):,} samples, {int(part.lengths.sum()):,} tokens ({digest.hexdigest()})"

@@ -92,4 +92,7 @@ def refuse_preferences(row: RawRow, complete: str | None) -> None:
         )
     if complete is not None:
         fix += f"; or set data.format={complete} to train on its columns alone"
-    raise BadRow(f"is preference data (columns 'chosen' and 'rejected'), and lit_ft trains supervised data; {fix}")
+    raise BadRow(
+        "is preference data (columns 'chosen' and 'rejected'); to train on both answers, set data.format=preference "
+        f"and model.class_path=lit_ft.PreferenceLM; {fix}"
+    )

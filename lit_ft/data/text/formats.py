@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from lit_callbacks.protocols import Message
 
-from lit_ft.data.text.columns import as_option, refuse_preferences, suggested_columns
+from lit_ft.data.text.columns import PREFERENCE, as_option, refuse_preferences, suggested_columns
+from lit_ft.data.text.preferences import REJECTED_TEXT, Turns, comparison_of
 from lit_ft.data.text.sources import RawRow
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -59,7 +60,23 @@ class Tokens:
     """Unshifted; ``IGNORE_INDEX`` where not supervised."""
 
 
-Example = Chat | Text | Tokens
+@dataclass
+class Pair:
+    """Two answers to one prompt, the first of which is the better one."""
+
+    chosen: Chat | Text
+    rejected: Chat | Text
+    columns: frozenset[str] = frozenset()
+    """Columns that hold the prompt."""
+
+
+Example = Chat | Text | Tokens | Pair
+
+
+def answers_of(example: Example) -> Sequence[Chat | Text | Tokens]:
+    """Chosen and rejected of a pair; an example of another kind itself."""
+    return (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+
 
 OPTIONS_COLUMN = "chat_template_kwargs"
 """Column of a conversation's own variables for the chat template, as TRL and vLLM name it."""
@@ -161,6 +178,40 @@ def prompt_completion(row: RawRow) -> Text | Chat:
     return Text(_text(row, "completion", empty=False), _text(row, "prompt", empty=False))
 
 
+def preference(row: RawRow) -> Pair:
+    """Read ``chosen`` and ``rejected``: two answers to one prompt, of which nothing is learnt itself.
+
+    The prompt is ``prompt`` (text, or messages), ``instruction`` with its companions as in ``alpaca``, ``messages`` or
+    ``conversations`` that end before the answer, or the turns that two whole conversations begin with. Optional
+    ``system``, ``tools``.
+    """
+    prompt, *answers, columns = comparison_of(row)
+    chosen, rejected = (_answered(row, prompt, *one) for one in zip(answers, PREFERENCE, strict=True))
+    if chosen == rejected:
+        raise BadRow("'chosen' and 'rejected' are equal, so there is nothing to compare; remove the row")
+    return Pair(chosen, rejected, columns)
+
+
+def _answered(row: RawRow, prompt: Turns | str | None, answer: Turns | str, name: str) -> Chat | Text:
+    """Prompt with an answer, the value of the column ``name``, which alone is supervised."""
+    if isinstance(prompt, str):
+        return Text(str(answer), prompt)
+    if prompt is None:
+        chat = alpaca({**row, "output": answer})
+        chat.marks = {i: False for i, one in enumerate(chat.messages[:-1]) if one["role"] == "assistant"}
+        return chat
+    if not isinstance(turn := answer[0], Mapping) or turn.get("role") not in ANSWERS:
+        kind = f"of role {_shown(turn.get('role'))}" if isinstance(turn, Mapping) else f"that is {_kind(turn)}"
+        raise BadRow(
+            f"{name!r} has a turn {kind} after the prompt that both answers have; an answer begins with the "
+            "assistant's turn"
+        )
+    chat = _chat([*prompt, *answer], row, f"prompt and {name}", of_prompt=len(prompt))
+    # A question that the row marks is the same in both, so there is nothing to compare.
+    chat.marks = {i: mark for i, mark in chat.marks.items() if chat.messages[i]["role"] == "assistant"}
+    return chat
+
+
 def tokenized(row: RawRow) -> Tokens:
     """Read ``input_ids``, unchanged; optional ``labels`` (-100 where not supervised) or a mask (1 where supervised).
 
@@ -219,6 +270,9 @@ class Format(NamedTuple):
 _OF_CHATS = frozenset({"system", "tools", "functions", OPTIONS_COLUMN})
 """Columns that every format of conversations reads."""
 
+PREFERENCES = "preference"
+"""Format whose rows are pairs."""
+
 FORMATS: dict[str, Format] = {
     "tokenized": Format(tokenized, frozenset({"input_ids"}), frozenset({"labels", *_TOKEN_MASKS, "attention_mask"})),
     "messages": Format(messages, frozenset({"messages"})),
@@ -226,7 +280,14 @@ FORMATS: dict[str, Format] = {
     "alpaca": Format(alpaca, frozenset({"instruction", "output"}), frozenset({"input", "history"})),
     "prompt_completion": Format(prompt_completion, frozenset({"prompt", "completion"})),
     "completion": Format(completion, frozenset({"text"})),
+    PREFERENCES: Format(
+        preference,
+        frozenset(PREFERENCE),
+        frozenset({"prompt", "messages", "conversations", "instruction", "input", "history", REJECTED_TEXT}),
+    ),
 }
+FOUND_BY_COLUMNS = [name for name in FORMATS if name != PREFERENCES]
+"""Formats that ``auto`` finds: both answers of preference data train only where that is asked for."""
 EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values that say nothing."""
 
@@ -242,8 +303,9 @@ def columns_of(form: str) -> list[str]:
 def unread_columns(row: RawRow, example: Example, form: str, columns: Mapping[str, str] | None) -> list[str]:
     """Columns of a row with a value that its format does not read; ``id`` names a row in ``predict``."""
     theirs = columns or {}
-    known = FORMATS[form].columns | FORMATS[form].optional | {"id"}
-    known |= _OF_CHATS if isinstance(example, Chat) else set()
+    known = FORMATS[form].columns | {"id"}
+    known |= example.columns | {REJECTED_TEXT} if isinstance(example, Pair) else FORMATS[form].optional
+    known |= _OF_CHATS if isinstance(example.chosen if isinstance(example, Pair) else example, Chat) else set()
     known = known - theirs.keys() | set(theirs.values())
     return [name for name in row if name not in known and row[name] not in EMPTY]
 
@@ -261,12 +323,12 @@ def find_format(row: RawRow) -> str:
         raise BadRow(f"'messages' has turns of from and value; give {as_option({'conversations': 'messages'})}")
     if turns and has_roles and "messages" not in row:
         raise BadRow(f"'conversations' has turns of role and content; give {as_option({'messages': 'conversations'})}")
-    complete = next((name for name, form in FORMATS.items() if form.columns <= row.keys()), None)
+    complete = next((name for name in FOUND_BY_COLUMNS if FORMATS[name].columns <= row.keys()), None)
     refuse_preferences(row, complete)
     if complete is not None:
         return complete
     suggestion = suggested_columns(row)
-    partial = next((name for name, form in FORMATS.items() if not form.columns.isdisjoint(row)), None)
+    partial = next((name for name in FOUND_BY_COLUMNS if not FORMATS[name].columns.isdisjoint(row)), None)
     if partial is not None and not suggestion:
         return partial
     listed = ", ".join(map(repr, sorted(row))) or "none"
@@ -280,7 +342,7 @@ def find_format(row: RawRow) -> str:
             f"has the columns {listed}, which no format knows; say which is which, e.g. {as_option(suggestion)} (where "
             "there are several sources: columns in the source)"
         )
-    needs = "; ".join(f"{name} needs {', '.join(sorted(form.columns))}" for name, form in FORMATS.items())
+    needs = "; ".join(f"{name} needs {', '.join(sorted(FORMATS[name].columns))}" for name in FOUND_BY_COLUMNS)
     raise BadRow(
         f"has the columns {listed}, which no format knows ({needs}); rename them, or say which is which, e.g. "
         f"{as_option({'instruction': 'question', 'output': 'answer'})}"
@@ -289,8 +351,8 @@ def find_format(row: RawRow) -> str:
 
 def hint_of_another_format(row: RawRow, form: str) -> str:
     """Advice for a row that does not follow a format and has all columns of another; empty for other rows."""
-    other = next((name for name, one in FORMATS.items() if one.columns <= row.keys()), form)
-    if other == form or FORMATS[form].columns <= row.keys():
+    other = next((name for name in FOUND_BY_COLUMNS if FORMATS[name].columns <= row.keys()), form)
+    if form in (other, PREFERENCES) or FORMATS[form].columns <= row.keys():  # pairs are mixed with nothing else
         return ""
     return f"; it has the columns of {other}: give files of that format a source of their own (data.sources)"
 

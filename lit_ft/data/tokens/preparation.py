@@ -15,13 +15,13 @@ from lit_callbacks.output.quantities import as_count
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.data.text.formats import columns_of, find_format, renamed
+from lit_ft.data.text.formats import PREFERENCES, columns_of, find_format, renamed
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens import cache as token_cache
 from lit_ft.data.tokens.megatron_indexed import read_documents
 from lit_ft.data.tokens.row_count import RowCount
-from lit_ft.data.tokens.samples import ARRAYS, ArrayFiles, TokenArrays, collect, read_arrays
+from lit_ft.data.tokens.samples import ARRAYS, CHOSEN, ArrayFiles, TokenArrays, collect, read_arrays
 from lit_ft.data.tokens.segment_encoder import TextEncoder
 from lit_ft.data.tokens.tokenization import Tokenization, encode_batches
 from lit_ft.data.tokens.truncation import Encoded, Overlong
@@ -217,15 +217,17 @@ class Preparation:
         stream = ((0, where, row) for where, row in source.rows())
         chunks = iter(lambda: (None, list(islice(stream, ROWS_PER_BATCH))), (None, []))
         parts = encode_batches(chunks, [tokenization], self._workers(source))
-        files = closing(ArrayFiles(folder, (*ARRAYS, FULL_LENGTHS)))
+        of_pairs = [CHOSEN] if tokenization.format == PREFERENCES else []
+        files = closing(ArrayFiles(folder, (*ARRAYS, FULL_LENGTHS, *of_pairs)))
         with process.held_signals() as stop, files as arrays, RowCount(source.path) as count, closing(parts):  # type: ignore[type-var]
             for _, locations, ((_, _, encoded),) in parts:
                 stop()
                 bad += self.check(locations, encoded)
                 bad, bad_rows = bad[:BAD_ROWS_NAMED], bad_rows + len(encoded.bad)
-                part = collect(encoded.ids, encoded.labels, encoded.lengths, rows + encoded.rows)
+                part = collect(encoded.ids, encoded.labels, encoded.lengths, rows + encoded.rows, encoded.chosen)
                 arrays.add(ids=part.ids, labels=part.labels, offsets=tokens + part.offsets, rows=part.rows)
                 arrays.add(supervised=part.supervised, full_lengths=encoded.full_lengths)
+                arrays.add(**{CHOSEN: part.chosen} if part.chosen is not None else {})
                 notes += encoded.notes
                 rows, tokens = rows + encoded.count, tokens + len(part.ids)
                 count.add(encoded.count)

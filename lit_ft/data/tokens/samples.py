@@ -27,7 +27,10 @@ class TokenArrays:
     rows: np.ndarray
     """``(samples,)``, int64: row number of each sample in its source, from 0."""
     supervised: np.ndarray
-    """``(samples,)``, int64, targets per sample; a sample's first token is never one."""
+    """``(samples,)``, int64, targets per sample; a sample's first token is never one, nor that of an answer's half."""
+    chosen: np.ndarray | None = None
+    """``(samples,)``, int64, where samples are pairs: tokens of the chosen conversation, which come before those of the
+    rejected one; None where they are not."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -38,6 +41,14 @@ class TokenArrays:
     def digests(self) -> np.ndarray:
         """``(samples,)``, uint64, equal for samples of equal ids and labels; they are computed once."""
         return np.array([_digest(self.ids[a:b], self.labels[a:b]) for a, b in self.offsets.tolist()], dtype=np.uint64)
+
+    def conversations(self, index: np.ndarray) -> np.ndarray:
+        """Begin and end of each of some samples, ``(conversations, 2)``, int64; of a pair those of both halves."""
+        if self.chosen is None:
+            return self.offsets[index]
+        starts, ends = self.offsets[index].T
+        borders = starts + self.chosen[index]
+        return np.stack([starts, borders, borders, ends], axis=1).reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -54,9 +65,17 @@ def _digest(ids: np.ndarray, labels: np.ndarray) -> int:
 
 _ROW_OF_ID = re.compile(r"(\d+)(?:\.\d+)?$")
 ARRAYS = ("ids", "labels", "offsets", "rows", "supervised")
+CHOSEN = "chosen"
+"""Array that there is for pairs alone."""
 
 
-def collect(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, rows: np.ndarray | None = None) -> TokenArrays:
+def collect(
+    ids: np.ndarray,
+    labels: np.ndarray,
+    lengths: np.ndarray,
+    rows: np.ndarray | None = None,
+    chosen: np.ndarray | None = None,
+) -> TokenArrays:
     """Build ``TokenArrays`` from concatenated samples.
 
     Args:
@@ -64,11 +83,15 @@ def collect(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, rows: np.n
         labels: labels, ``(tokens,)``, unshifted.
         lengths: tokens per sample, ``(samples,)``.
         rows: row number of each sample, ``(samples,)``; None numbers them from 0.
+        chosen: tokens of the chosen conversation of each pair, ``(samples,)``; None where samples are no pairs.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     offsets = np.stack([ends - lengths, ends], axis=1)
     rows = np.arange(len(lengths)) if rows is None else rows
-    return TokenArrays(ids, labels, offsets, rows, targets_of(labels, lengths))
+    if chosen is None:
+        return TokenArrays(ids, labels, offsets, rows, targets_of(labels, lengths))
+    of_halves = targets_of(labels, np.stack([chosen, lengths - chosen], axis=1).reshape(-1))
+    return TokenArrays(ids, labels, offsets, rows, of_halves.reshape(-1, 2).sum(1), chosen)
 
 
 def targets_of(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -112,7 +135,8 @@ class ArrayFiles:
 def read_arrays(folder: Path) -> TokenArrays:
     """Memory-map arrays that ``ArrayFiles`` wrote; data is read when it is used."""
     # Views as plain arrays: a slice of a np.memmap costs more than packing a sample.
-    return TokenArrays(**{name: np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in ARRAYS})
+    names = [*ARRAYS, *([CHOSEN] if (folder / f"{CHOSEN}.npy").exists() else [])]
+    return TokenArrays(**{name: np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names})
 
 
 @dataclass(frozen=True)
@@ -151,6 +175,31 @@ class Samples:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self.parts[self.source[index]][self.index[index]]
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the samples are pairs of preference data; of mixtures, either all are or none is."""
+        return bool(self.parts) and self.parts[0].chosen is not None
+
+    def pair(self, index: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        """Ids and labels of the chosen and of the rejected conversation of a sample that is a pair."""
+        chosen = self.parts[self.source[index]].chosen
+        assert chosen is not None, "only pairs have two conversations"
+        (ids, labels), border = self[index], int(chosen[self.index[index]])
+        return (ids[:border], labels[:border]), (ids[border:], labels[border:])
+
+    def conversations(self, index: int) -> Sequence[tuple[np.ndarray, np.ndarray]]:
+        """Ids and labels of a sample, or of both conversations of a pair."""
+        return self.pair(index) if self.has_pairs else [self[index]]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, of pairs of the longest conversation; 0 where there is none."""
+        if not self.has_pairs:
+            return int(self.lengths.max(initial=0))
+        parts = enumerate(self.parts)
+        spans = np.concatenate([part.conversations(self.index[self.source == number]) for number, part in parts])
+        return int((spans[:, 1] - spans[:, 0]).max(initial=0))
 
     def take(self, chosen: np.ndarray) -> "Samples":
         """Select samples; ``chosen`` is a mask or an array of indices."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from ctypes import c_byte
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import date
 from functools import cached_property
 from itertools import chain
@@ -19,18 +19,21 @@ from typing import TypeVar
 
 import numpy as np
 from lit_callbacks.output.quantities import as_count
-from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate
+from lit_ft.data.text.columns import PREFERENCE
 from lit_ft.data.text.formats import (
     FORMATS,
     OPTIONS_COLUMN,
+    PREFERENCES,
     THINKING_KEYS,
     Chat,
     Example,
+    Pair,
     Text,
     Tokens,
+    answers_of,
     hint_of_another_format,
     renamed,
     template_options_of,
@@ -40,7 +43,7 @@ from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_pieces
 from lit_ft.data.text.sources import RawRow
 from lit_ft.data.tokens.segment_encoder import TextEncoder
-from lit_ft.data.tokens.truncation import Encoded, Overlong, fit_to_length
+from lit_ft.data.tokens.truncation import Encoded, Overlong, fit_to_length, join_pairs
 from lit_ft.data.worker_processes import leave_signals_to_parent
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.internals.executors import stop_feeding
@@ -75,6 +78,9 @@ NOTES = {
     "every day with data.template_options={{strftime_now: {today}}}",
     "options left out": f"row: has options in {OPTIONS_COLUMN!r} that {{template}} does not use; left out",
     "special tokens in text": "row: spells special tokens in its text, which are read as such",
+    "pair incomplete": "row: one of its answers was dropped or has no supervised token left, so the pair was left out",
+    "answers equal": "row: both answers have the same tokens within data.max_length={max_length}, so the pair was left "
+    "out",
 }
 """What is counted, and what is said of each; names in braces are replaced by settings of the run."""
 _OF_SAMPLES = ("truncated", "prompt truncated", "dropped", "nothing supervised")
@@ -142,7 +148,8 @@ class Tokenization:
         lines = []
         for name in filter(notes.__getitem__, NOTES):
             subject, rest = NOTES[name].format(**words).split(": ", 1)
-            subject = "sample" if notes["split"] and name in _OF_SAMPLES else subject
+            if name in _OF_SAMPLES:
+                subject = "answer" if self.format == PREFERENCES else "sample" if notes["split"] else subject
             # A row may have several answers or samples.
             is_of_rows = subject in ("answer", "sample")
             of = f"the {subject}s of {as_count(rows, 'row')}" if is_of_rows else as_count(rows, subject)
@@ -170,13 +177,17 @@ class Tokenization:
             example = FORMATS[self.format].read(row)
         except BadRow as error:
             raise BadRow(f"{error}{hint_of_another_format(row, self.format)}") from error
-        if isinstance(example, Chat):
-            example.options = template_options_of(row)
-        if self.system and isinstance(example, Chat) and example.messages[0]["role"] not in ("system", "developer"):
-            marks = {i + 1: mark for i, mark in example.marks.items()}
-            messages: list[Message] = [{"role": "system", "content": self.system}, *example.messages]
-            example = replace(example, messages=messages, marks=marks)
+        for one in answers_of(example):
+            if isinstance(one, Chat):
+                self._complete(one, row)
         return example
+
+    def _complete(self, chat: Chat, row: RawRow) -> None:
+        """Give a conversation the row's options for the template, and the settings' system prompt if it has none."""
+        chat.options = template_options_of(row)
+        if self.system and chat.messages[0]["role"] not in ("system", "developer"):
+            chat.marks = {i + 1: mark for i, mark in chat.marks.items()}
+            chat.messages = [{"role": "system", "content": self.system}, *chat.messages]
 
     def encode(self, rows: Sequence[RawRow | BadRow]) -> Encoded:
         """Tokenize a batch of rows."""
@@ -191,20 +202,54 @@ class Tokenization:
             else:
                 assert not isinstance(row, BadRow), "example raises it"
                 notes.update(_COLUMN + name for name in unread_columns(row, examples[i], self.format, self.columns))
+        noted: dict[int, list[str]] = {}
+        encoded = (self._pairs if self.format == PREFERENCES else self._samples)(examples, bad, noted)
+        notes.update(chain.from_iterable(noted.values()))
+        notes.update(encoded.notes)
+        encoded.count, encoded.bad, encoded.notes = len(rows), sorted(bad.items()), notes
+        return encoded
+
+    def _pairs(self, pairs: dict[int, Example], bad: dict[int, str], noted: dict[int, list[str]]) -> Encoded:
+        """Samples of a batch of pairs, whose conversations are tokenized as rows of their own, ``2 i`` and ``2 i + 1``.
+
+        Arguments as in ``_samples``.
+        """
+        halves: dict[int, Example] = {}
+        for i, pair in pairs.items():
+            halves[2 * i], halves[2 * i + 1] = answers_of(pair)
+        bad_halves: dict[int, str] = {}
+        noted_halves: dict[int, list[str]] = {}
+        encoded = join_pairs(self._samples(halves, bad_halves, noted_halves))
+        for half, problem in bad_halves.items():
+            bad.setdefault(half // 2, f"{PREFERENCE[half % 2]!r}: {problem}")
+        good = pairs.keys() - bad.keys()
+        noted.update((i, _noted_of_pair(noted_halves.get(2 * i, []), noted_halves.get(2 * i + 1, []))) for i in good)
+        if incomplete := len(good) - len(encoded.rows) - encoded.notes["answers equal"]:
+            encoded.notes["pair incomplete"] = incomplete
+        return encoded
+
+    def _samples(self, examples: dict[int, Example], bad: dict[int, str], noted: dict[int, list[str]]) -> Encoded:
+        """Samples of a batch, within ``max_length``.
+
+        Args:
+            examples: examples by their row.
+            bad: problems of rows that cannot be used, to which further ones are added.
+            noted: filled with the names of ``NOTES`` that hold for a row.
+        """
         if self.format == "tokenized":
             tokens = {i: example for i, example in examples.items() if isinstance(example, Tokens)}
             ids, labels, lengths, owners = self._tokens(tokens, bad)
             fully_supervised = {i for i in owners if tokens[i].ids == tokens[i].labels}
         else:
             with limited(f"the chat template of {self.tokenizer.name_or_path!r}"):
-                pieces, owners = self._pieces(examples, bad, notes)
+                pieces, owners = self._pieces(examples, bad, noted)
             ids, labels, lengths = self.encoder.encode(pieces)
             if self.opening is not None:
                 is_text = np.array([isinstance(examples[i], Text) for i in owners], dtype=bool)
                 ids, labels, lengths = _open(ids, labels, lengths, is_text, self.opening)
             fully_supervised = {i for i in owners if isinstance(example := examples[i], Text) and not example.prompt}
-        encoded = Encoded(ids, labels, np.array(lengths, dtype=np.int64), np.array(owners, dtype=np.int64), len(rows))
-        encoded.bad, encoded.notes = sorted(bad.items()), notes
+        rows = np.array(owners, dtype=np.int64)
+        encoded = Encoded(ids, labels, np.array(lengths, dtype=np.int64), rows, len(examples))
         return fit_to_length(encoded, self.max_length, self.overlong, fully_supervised, self.tokenizer.bos_token_id)
 
     def _tokens(
@@ -224,7 +269,7 @@ class Tokenization:
         return ids, labels, [len(examples[i].ids) for i in good], good
 
     def _pieces(
-        self, examples: dict[int, Example], bad: dict[int, str], notes: Counter[str]
+        self, examples: dict[int, Example], bad: dict[int, str], noted_of: dict[int, list[str]]
     ) -> tuple[list[list[Piece]], list[int]]:
         """Samples of a batch as pieces of text, and the row of each sample."""
         closing = self.tokenizer.eos_token or ""
@@ -240,9 +285,15 @@ class Tokenization:
                         noted.append("options left out")
                 else:
                     own = [text_pieces(example, closing)]  # type: ignore[arg-type]
-                    if self.format == "prompt_completion" and (self.system or self.supervise != "assistant"):
+                    is_bare = self.format in ("prompt_completion", PREFERENCES)
+                    if is_bare and (self.system or self.supervise != "assistant"):
                         noted.append("without turns")
                 check_encodable(own)
+                if self.format == PREFERENCES and len(own) > 1:
+                    raise BadRow(
+                        f"{self.template.name} writes its earlier answers otherwise than the last, so that they make "
+                        "several samples; compare the last answers alone, behind the same prompt"
+                    )
             except BadRow as error:
                 bad[i] = str(error)
                 continue
@@ -255,7 +306,7 @@ class Tokenization:
             if any(map(self.encoder.has_special, contents_of(example))):
                 noted.append("special tokens in text")
             if noted:
-                notes.update(noted)
+                noted_of[i] = noted
             samples += own
             owners += [i] * len(own)
         return samples, owners
@@ -298,8 +349,16 @@ def begins_with_answer(chat: Chat) -> bool:
     return first is not None and chat.messages[first]["role"] == "assistant" and chat.marks.get(first) is not False
 
 
+def _noted_of_pair(chosen: list[str], rejected: list[str]) -> list[str]:
+    """Notes of a pair: what is said of rows and conversations once, what is said of answers as often as it holds."""
+    of_answers = {name for name, text in NOTES.items() if text.startswith("answer: ") or name in _OF_SAMPLES}
+    return chosen + [name for name in rejected if name in of_answers or name not in chosen]
+
+
 def contents_of(example: Example) -> list[str]:
     """Texts of a row itself, without the text that a template adds."""
+    if isinstance(example, Pair):
+        return [*contents_of(example.chosen), *contents_of(example.rejected)]
     if isinstance(example, Chat):
         return [message["content"] for message in example.messages]
     return [example.prompt, example.text] if isinstance(example, Text) else []

@@ -34,6 +34,8 @@ class Encoded:
     """Tokens of each sample before ``max_length`` was applied, ``(samples before it,)``."""
     notes: Counter[str] = field(default_factory=Counter)
     """Counts by the names of ``tokenization.NOTES``."""
+    chosen: np.ndarray | None = None
+    """``(samples,)``, int64, where samples are pairs: tokens of the chosen conversation; None where they are not."""
 
 
 def fit_to_length(
@@ -78,6 +80,29 @@ def fit_to_length(
         encoded.rows = np.array([row for row, _ in kept], dtype=np.int64)
         encoded.lengths = np.array([len(tokens) for _, tokens in kept], dtype=np.int64)
     return _without_unsupervised(encoded)
+
+
+def join_pairs(encoded: Encoded) -> Encoded:
+    """Make one sample of the two conversations of each pair.
+
+    A pair is left out where one of its conversations is missing, and, with a note, where both have the same tokens.
+
+    Args:
+        encoded: conversations, of row ``2 r`` the chosen and of row ``2 r + 1`` the rejected one of the pair of row
+            ``r``, in this order and at most one of each; changed in place and returned.
+    """
+    rows, lengths = encoded.rows, encoded.lengths
+    tokens = np.split(encoded.ids, np.cumsum(lengths)[:-1])
+    first = np.flatnonzero((rows[:-1] % 2 == 0) & (rows[1:] == rows[:-1] + 1))
+    kept = np.array([k for k in first if not np.array_equal(tokens[k], tokens[k + 1])], dtype=np.int64)
+    if equal := len(first) - len(kept):
+        encoded.notes["answers equal"] += equal
+    of_token = np.repeat(np.isin(np.arange(len(rows)), np.concatenate([kept, kept + 1])), lengths)
+    encoded.ids, encoded.labels = encoded.ids[of_token], encoded.labels[of_token]
+    encoded.rows, encoded.lengths = rows[kept] // 2, lengths[kept] + lengths[kept + 1]
+    encoded.chosen = lengths[kept]
+    encoded.too_long = list({row // 2: length for row, length in encoded.too_long}.items())
+    return encoded
 
 
 def _without_early_prompt(tokens: np.ndarray, encoded: Encoded, max_length: int, bos: int | None) -> np.ndarray:
