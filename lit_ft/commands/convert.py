@@ -104,6 +104,8 @@ def convert_data(
     data = TextDataModule(
         path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None
     )
+    if data.has_pairs:
+        raise RecipeError("format=preference holds pairs of answers, for which no output has a place; leave it out")
     skips = option_called(MAY_BE_SKIPPED, "; correct the row, or remove it")
     with skips, option_called("model.pretrained", "--tokenizer"), option_called("data.s", "--s"):
         data.load(load_tokenizer(tokenizer))

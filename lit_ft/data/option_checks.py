@@ -89,6 +89,8 @@ def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streami
             f"{other.format}; training, validation and test data are all pairs or none: set data.format=preference for "
             "all of them, or give the others a run of their own"
         )
+    if indexed := next((source for source in pairs if source.index_prefix is not None), None):
+        raise RecipeError(f"{indexed.path!r} is indexed data, which holds no preference pairs; leave its format out")
     if supervise != "assistant":
         raise RecipeError(
             f"data.supervise={supervise!r} has no effect on preference pairs, of which the two answers are compared; "

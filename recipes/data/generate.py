@@ -1,6 +1,7 @@
 """Write the data sets of the recipes from templates and word lists of our own, in English and Chinese.
 
 ``python recipes/data/generate.py quickstart``          the rows that the quickstart trains on
+``python recipes/data/generate.py preferences``         pairs of a right and a wrong answer, for preference tuning
 ``python recipes/data/generate.py pretrain --out DIR``  corpus, tokenizer and config of the tiny base model
 
 The same seed gives the same bytes. The corpus describes a small world in both languages, sentence by
@@ -189,6 +190,29 @@ def write_quickstart(out: Path, seed: int, train_rows: int = 2400, val_rows: int
     (out / "mixture_text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def preference_row(answer_in: Language, rng: random.Random) -> dict[str, object]:
+    """One pair: a sentence to translate, its translation, and one with another word of one kind."""
+    (sentence, fields), request = (rng.choice(SENTENCES), draw(rng)), rng.choice(REQUESTS[answer_in])
+    kind = rng.choice([kind for kind in WORDS if f"{{{kind}}}" in sentence[0]])
+    wrong = {**fields, kind: (fields[kind] + rng.randrange(1, len(WORDS[kind]))) % len(WORDS[kind])}
+    question = f"{request}\n{fill(sentence[1 - answer_in], fields, 1 - answer_in)}"
+    chosen, rejected = (fill(sentence[answer_in], words, answer_in) for words in (fields, wrong))
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "chosen": [{"role": "assistant", "content": chosen}],
+        "rejected": [{"role": "assistant", "content": rejected}],
+    }
+
+
+def write_preferences(out: Path, seed: int, count: int = 60) -> None:
+    """Write ``preferences.jsonl``, half into English and half into Chinese."""
+    rng = random.Random(seed)
+    rows = [preference_row((ENGLISH, CHINESE)[index % 2], rng) for index in range(count)]
+    out.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (out / "preferences.jsonl").write_text(text, encoding="utf-8")
+
+
 def write_tokenizer(documents: list[str], out: Path) -> None:
     """Train a byte-level BPE on ``documents`` and save it with ChatML tokens and template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -263,12 +287,16 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     quickstart = commands.add_parser("quickstart", help="the instruction rows, train and held-out")
     quickstart.add_argument("--out", type=Path, default=HERE)
+    preferences = commands.add_parser("preferences", help="pairs of a right and a wrong answer")
+    preferences.add_argument("--out", type=Path, default=HERE)
     pretrain = commands.add_parser("pretrain", help="corpus, tokenizer and config of the base model")
     pretrain.add_argument("--out", type=Path, required=True)
     pretrain.add_argument("--documents", type=int, default=CORPUS_DOCUMENTS)
     options = parser.parse_args()
     if options.command == "quickstart":
         write_quickstart(options.out, options.seed)
+    elif options.command == "preferences":
+        write_preferences(options.out, options.seed)
     else:
         write_pretrain(options.out, options.seed, options.documents)
 

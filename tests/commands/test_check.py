@@ -320,3 +320,26 @@ def test_rows_and_names_cannot_steer_the_terminal_or_the_page(
 def test_a_page_that_cannot_be_written(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     arguments = recipe(tmp_path, model_folder, {"path": write_rows()})
     assert "--html" in run("check", *arguments, "--html", str(tmp_path / "no" / "page.html"), code=2)
+
+
+def test_pairs_are_shown_as_two_conversations(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    rows = [{"instruction": f"the red book {n}", "chosen": "cup", "rejected": "lamp"} for n in range(6)]
+    data = {"path": write_rows(rows), "format": "preference", "val_fraction": 0.2, "packing": 128, "max_length": 64}
+    page = tmp_path / "report.html"
+    output = run("check", *recipe(tmp_path, model_folder, data), "--samples", "2", "--html", str(page))
+    assert re.search(r"train: rows +preference +6 +5 .* 100.0%", output)
+    assert "template round trip, rows: 12 of 12 conversations" in output
+    assert re.search(r"end tokens that are trained on: '<\|im_end\|>' in 10 of 10 answers", output)
+    assert "tokens per conversation before truncation: half have up to" in output
+    for number in (1, 2):
+        for name, answer in (("chosen", "cup"), ("rejected", "lamp")):
+            assert re.search(rf"pair {number}, {name} \(supervised .*?»{answer}<", output, re.DOTALL)
+            assert f"<p>Pair {number}, {name}</p>" in page.read_text()
+
+
+def test_pairs_are_not_converted(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    path = write_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    arguments = ("--path", path, "--tokenizer", model_folder, "--out", str(tmp_path / "out"), "--format", "preference")
+    assert "format=preference holds pairs" in run("convert", "data", *arguments, code=2)

@@ -189,6 +189,9 @@ def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:
     generate("quickstart", "--out", str(tmp_path))
     for name in ("quickstart_train.json", "quickstart_val.json", "mixture_text.txt"):
         assert (tmp_path / name).read_bytes() == (REPOSITORY / "recipes" / "data" / name).read_bytes()
+    generate("preferences", "--out", str(tmp_path))
+    bundled = REPOSITORY / "recipes" / "data" / "preferences.jsonl"
+    assert (tmp_path / bundled.name).read_bytes() == bundled.read_bytes()
 
 
 def test_pretraining_runs(tmp_path: Path) -> None:

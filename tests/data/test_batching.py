@@ -14,8 +14,15 @@ from lit_ft import RecipeError
 from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
 from lit_ft.data.loaders.mixing import Mixing, check_weights
 from lit_ft.data.loaders.packing import best_fit
-from lit_ft.data.tokens.samples import ArrayFiles, Samples, collect, join, targets_of
-from lit_ft.packed_batch import as_packed_batch, from_padded, pack_samples
+from lit_ft.data.tokens.samples import ARRAYS, CHOSEN, ArrayFiles, Samples, collect, join, read_arrays, targets_of
+from lit_ft.packed_batch import (
+    PackedBatch,
+    as_packed_batch,
+    from_padded,
+    pack_samples,
+    pad_to_multiple,
+    split,
+)
 
 
 def samples_of(*sources: list[int]) -> Samples:
@@ -309,3 +316,107 @@ def test_a_row_of_several_samples_is_taken_apart_by_its_positions() -> None:
 def test_a_batch_of_another_form(batch: Any, match: str) -> None:
     with pytest.raises(RecipeError, match=match):
         as_packed_batch(batch)
+
+
+# --- pairs of preference data ----------------------------------------------------------------------
+
+PAIR_FIELDS = ("target_answers", "pairs", "pair_sources")
+
+
+def pairs_of(*sources: list[tuple[int, int]]) -> Samples:
+    """Pairs of chosen and rejected conversations of the given lengths, a list for each source; all is supervised."""
+    parts = []
+    for lengths in sources:
+        ids = np.arange(3, 3 + sum(map(sum, lengths)), dtype=np.int32)
+        chosen = np.array([first for first, _ in lengths])
+        parts.append(collect(ids, ids, np.array([sum(pair) for pair in lengths]), chosen=chosen))
+    return join(parts, [f"source{number}" for number in range(len(sources))])
+
+
+def test_the_packed_batch_of_pairs() -> None:
+    samples = pairs_of([(2, 3), (4, 2)], [(3, 3)])
+    assert samples.supervised.tolist() == [3, 4, 4]
+    (batch,) = PackedBatchLoader(samples, BatchPlan(micro_batch_size=3))
+    assert batch["segment_lengths"] == [2, 3, 4, 2, 3, 3]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 0, 1, 2, 0, 1, 2]]
+    assert batch["target_answers"].tolist() == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5]
+    assert batch["target_sources"].tolist() == [0] * 7 + [1] * 4
+    assert (batch["pairs"].tolist(), batch["pair_sources"].tolist()) == ([0, 1, 2], [0, 0, 1])
+    assert (batch["window_tokens"], batch["window_sources"]) == (3, (0, 1))
+    assert batch["sample_ids"] == ["source0:0", "source0:1", "source1:0"]
+    assert (batch["sample_sources"], batch["sample_targets"]) == (["source0", "source0", "source1"], [3, 4, 4])
+    assert all(batch[name].dtype == torch.int64 for name in PAIR_FIELDS)  # type: ignore[literal-required]
+
+
+def test_batches_of_ordinary_samples_have_no_field_of_pairs() -> None:
+    (batch,) = PackedBatchLoader(samples_of([3, 4]), BatchPlan(micro_batch_size=2))
+    assert not batch.keys() & set(PAIR_FIELDS)
+    assert not any(part.keys() & set(PAIR_FIELDS) for part in split(batch, 3))
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_batches_without_pairs_have_the_fields_too(replica: int) -> None:
+    """Joined micro-batches leave empty ones; a rank without units computes one token."""
+    plan = BatchPlan(micro_batch_size=1, token_budget=100, replicas=2)
+    batches = list(PackedBatchLoader(pairs_of([(2, 3)] * 5), plan, replica=replica, accumulate=lambda: 2))
+    assert [batch["pairs"].tolist() for batch in batches] == ([[], [0, 2], [4]] if replica == 0 else [[], [1, 3], []])
+    assert [batch["window_tokens"] for batch in batches] == [2, 2, 1 - replica]
+    assert [batch["input_ids"].numel() for batch in batches] == ([0, 10, 5] if replica == 0 else [0, 10, 1])
+    for batch in batches:
+        assert len(batch["target_answers"]) == len(batch["targets"])
+        assert len(batch["pair_sources"]) == len(batch["pairs"])
+        assert len(batch["segment_lengths"]) in (2 * len(batch["pairs"]), 1)
+
+
+def test_a_step_is_the_same_pairs_however_it_is_split() -> None:
+    samples = pairs_of([(n, n + 1) for n in range(2, 14)])
+    steps = []
+    for size, accumulate in ((4, 1), (2, 2), (1, 4)):
+        plan = BatchPlan(micro_batch_size=size, token_budget=40, shuffle=True, seed=3)
+        batches = list(PackedBatchLoader(samples, plan, accumulate=lambda count=accumulate: count))
+        windows = [batches[at : at + accumulate] for at in range(0, len(batches), accumulate)]
+        assert all(batch["window_tokens"] == 4 for batch in batches)
+        steps.append([sorted(i for batch in window for i in batch["pairs"].tolist()) for window in windows])
+    assert steps[0] == steps[1] == steps[2]
+
+
+def test_packing_counts_the_tokens_of_both_conversations() -> None:
+    samples = pairs_of([(n % 7 + 2, n % 5 + 2) for n in range(40)])
+    batches = list(PackedBatchLoader(samples, BatchPlan(micro_batch_size=1, packing=24)))
+    assert max(batch["input_ids"].numel() for batch in batches) <= 24
+    assert sorted(i for batch in batches for i in batch["pairs"].tolist()) == list(range(40))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_pair_is_never_parted(parts: int, padded: bool) -> None:
+    (batch,) = PackedBatchLoader(pairs_of([(2, 9), (8, 2)], [(3, 3)]), BatchPlan(micro_batch_size=3))
+    whole = pad_to_multiple(batch, 4) if padded else batch
+    assert all(name in whole for name in PAIR_FIELDS)
+    pieces: list[PackedBatch] = split(whole, parts)
+    assert len(pieces) == parts
+    assert torch.cat([piece["pairs"] for piece in pieces]).tolist() == [0, 1, 2]
+    assert torch.cat([piece["pair_sources"] for piece in pieces]).tolist() == [0, 0, 1]
+    assert torch.cat([piece["targets"] for piece in pieces]).tolist() == batch["targets"].tolist()
+    answers = 0
+    for piece in pieces:
+        own = piece["target_answers"]
+        starts = np.cumsum([0, *piece["segment_lengths"]])
+        assert (np.searchsorted(starts, piece["predict_at"].numpy(), side="right") - 1).tolist() == own.tolist()
+        assert len(own) == len(piece["targets"])
+        wanted = batch["target_answers"][(batch["target_answers"] >= answers)][: len(own)] - answers
+        assert own.tolist() == wanted.tolist()
+        answers += 2 * len(piece["pairs"])
+
+
+def test_pairs_of_a_cache_entry(tmp_path: Path) -> None:
+    samples = pairs_of([(2, 3), (4, 2)])
+    (part,) = samples.parts
+    files = ArrayFiles(tmp_path, [*ARRAYS, CHOSEN])
+    files.add(**{name: getattr(part, name) for name in (*ARRAYS, CHOSEN)})
+    files.close()
+    read = join([read_arrays(tmp_path)], [])
+    assert [[ids.tolist() for ids, _ in read.pair(i)] for i in range(2)] == [
+        [ids.tolist() for ids, _ in samples.pair(i)] for i in range(2)
+    ]
+    assert read.take(np.array([1])).longest == 4

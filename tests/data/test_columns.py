@@ -75,7 +75,8 @@ def test_preference_data_says_how_to_train_on_the_chosen_answers(name: str) -> N
     with pytest.raises(BadRow) as refused:
         find_format(row)
     message = str(refused.value)
-    assert "is preference data (columns 'chosen' and 'rejected'), and lit_ft trains supervised data" in message
+    assert message.startswith("is preference data (columns 'chosen' and 'rejected'); to train on both answers, set ")
+    assert "data.format=preference and model.class_path=lit_ft.PreferenceLM; to train on the chosen" in message
     for columns in mappings:
         assert as_option(columns) in message
         mapped = renamed(row, columns)

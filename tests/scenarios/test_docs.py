@@ -16,8 +16,8 @@ EXAMPLES = re.findall(r"```json\n(.*?)\n```\n\n```text\n(.*?)\n```", TEXT, re.DO
 
 
 def test_each_format_has_an_example() -> None:
-    assert len(EXAMPLES) == 6
-    assert re.findall(r"^### (\w+)", TEXT, re.MULTILINE)[:7] == [
+    assert len(EXAMPLES) == 7
+    assert re.findall(r"^### (\w+)", TEXT, re.MULTILINE)[:8] == [
         "alpaca",
         "sharegpt",
         "messages",
@@ -25,6 +25,7 @@ def test_each_format_has_an_example() -> None:
         "completion",
         "tokenized",
         "indexed",
+        "preference",
     ]
 
 
@@ -32,12 +33,14 @@ def test_each_format_has_an_example() -> None:
 def test_examples(tmp_path: Path, row: str, wanted: str) -> None:
     path = tmp_path / "row.jsonl"
     path.write_text(row, encoding="utf-8")
-    data = TextDataModule(str(path))
+    data = TextDataModule(str(path), format="preference" if '"chosen"' in row else "auto")
     tokenizer = load_tokenizer(str(REPOSITORY / "checkpoints" / "tiny-qwen2"))
     data.load(tokenizer)
-    (sample,) = [data.splits["train"][i] for i in range(len(data.splits["train"]))]
-    shown = stretches(show_example(*sample, tokenizer)["head"])
-    assert "".join(f"»{text}«" if supervised else text for text, supervised in shown) == wanted
+    samples = data.splits["train"]
+    (conversations,) = [samples.conversations(i) for i in range(len(samples))]
+    shown = [stretches(show_example(*one, tokenizer)["head"]) for one in conversations]
+    texts = ["".join(f"»{text}«" if supervised else text for text, supervised in one) for one in shown]
+    assert "\n".join(texts) == wanted
 
 
 @pytest.mark.parametrize("path", support_tables.tables(), ids=lambda path: path.name)
