@@ -60,7 +60,7 @@ class PackedBatch(TypedDict, total=False):
     """Ranks that the tokens are sharded across; present with ``is_local``."""
     reference_log_probs: Tensor
     """``(P, 2)``, fp32: log-probabilities of the chosen and the rejected answer of each pair by the model as it was
-    before training; the module adds them where its objective needs them."""
+    before training, which ``PreferenceLM`` adds; 0 where its objective does not need them."""
     window_tokens: int
     """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
     samples are pairs, the number of its pairs."""
@@ -119,7 +119,9 @@ def pack_pairs(
 def with_no_pairs(batch: PackedBatch) -> PackedBatch:
     """A batch without targets, as one of data that consists of pairs."""
     nothing = batch["targets"].new_zeros(0)
-    return {**batch, "target_answers": nothing, "pairs": nothing, "pair_sources": nothing}
+    reference = torch.zeros(0, 2, device=nothing.device)
+    entries = {"target_answers": nothing, "pairs": nothing, "pair_sources": nothing, "reference_log_probs": reference}
+    return {**batch, **entries}
 
 
 def sample_targets(batch: PackedBatch) -> list[int]:
@@ -183,6 +185,8 @@ def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> 
         piece["target_answers"] = batch["target_answers"][is_here] - first
         piece["pairs"] = batch["pairs"][first // 2 : last // 2]
         piece["pair_sources"] = batch["pair_sources"][first // 2 : last // 2]
+        if "reference_log_probs" in batch:
+            piece["reference_log_probs"] = batch["reference_log_probs"][first // 2 : last // 2]
     return piece
 
 

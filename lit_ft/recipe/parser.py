@@ -35,6 +35,7 @@ from lit_ft.internals.peft import accept_all_inits
 from lit_ft.recipe import allowed_code
 from lit_ft.recipe.parse_errors import explain
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.preference.objectives import Objective
 
 DEFAULT_CLASSES: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
 """Classes of ``model`` and ``data`` where a recipe names no ``class_path``."""
@@ -50,6 +51,7 @@ KINDS: tuple[type, ...] = (
     LightningModule,
     Logger,
     LRScheduler,
+    Objective,
     Optimizer,
     PeftConfig,
     Precision,

@@ -9,12 +9,18 @@ from lit_ft.training.loss.token_cross_entropy import LossOf
 from lit_ft.training.preference.objectives import AnswerLogProbs, Objective
 
 
+def with_reference(batch: PackedBatch, log_probs: Tensor | None = None) -> PackedBatch:
+    """A batch of pairs with log-probabilities of the reference, ``(P, 2)``; None stands for 0."""
+    zeros = torch.zeros(len(batch["pairs"]), 2, device=batch["pairs"].device)
+    return {**batch, "reference_log_probs": zeros if log_probs is None else log_probs}
+
+
 def answer_log_probs(per_token: Tensor, batch: PackedBatch) -> tuple[AnswerLogProbs, AnswerLogProbs]:
     """Log-probabilities of the chosen and of the rejected answers of a batch's P pairs.
 
     Args:
         per_token: cross-entropy of each of the n supervised tokens, ``(n,)``.
-        batch: packed batch of pairs; without ``reference_log_probs`` these are 0.
+        batch: packed batch of pairs with ``reference_log_probs``.
     """
     answer, count = batch["target_answers"], 2 * len(batch["pairs"])
     # In fp64, so that the order in which a GPU adds does not count.
@@ -22,7 +28,7 @@ def answer_log_probs(per_token: Tensor, batch: PackedBatch) -> tuple[AnswerLogPr
     sums = per_token.new_zeros(count, dtype=wide).index_add(0, answer, per_token.to(wide))
     policy = -sums.to(per_token.dtype).view(-1, 2)
     tokens = per_token.new_zeros(count).index_add(0, answer, torch.ones_like(per_token)).view(-1, 2)
-    reference = batch.get("reference_log_probs", torch.zeros_like(policy))
+    reference = batch["reference_log_probs"]
     chosen, rejected = (AnswerLogProbs(policy[:, k], reference[:, k], tokens[:, k]) for k in (0, 1))
     return chosen, rejected
 

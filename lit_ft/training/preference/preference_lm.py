@@ -12,7 +12,7 @@ from lit_ft.protocols import Checkpoint, GivesPairs
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.preference.metrics import NAMES, PairMetrics
 from lit_ft.training.preference.objectives import DPO, Objective
-from lit_ft.training.preference.pairs import answer_log_probs, loss_of_pairs
+from lit_ft.training.preference.pairs import answer_log_probs, loss_of_pairs, with_reference
 from lit_ft.training.preference.reference import ReferenceLogProbs
 
 
@@ -81,9 +81,8 @@ class PreferenceLM(CausalLM):
 
     def _with_reference(self, batch: PackedBatch | Mapping[str, Tensor], split: str) -> PackedBatch:
         packed = self._packed.as_packed_batch(batch)
-        if not self.objective.needs_reference or not packed["segment_lengths"]:
-            return packed
-        return {**packed, "reference_log_probs": self._reference.of(split, packed["pairs"])}
+        known = self._reference.of(split, packed["pairs"]) if self.objective.needs_reference else None
+        return with_reference(packed, known)
 
     def _record(self, record: Callable[..., None], result: TokenLoss, batch: PackedBatch) -> None:
         losses = self.objective.losses(*answer_log_probs(result.per_token, batch))

@@ -18,7 +18,7 @@ from torch import Tensor
 from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.errors import RecipeError
 from lit_ft.protocols import GivesPairs, PairSet
-from lit_ft.training.preference.pairs import answer_log_probs
+from lit_ft.training.preference.pairs import answer_log_probs, with_reference
 
 SECONDS_BETWEEN_LINES = 30
 _UNKNOWN = -torch.inf
@@ -75,7 +75,7 @@ def _compute(trainer: Trainer, module: LightningModule, pairs: PairSet) -> Tenso
         for number, batch in enumerate(pairs.loader, 1):
             if not batch["segment_lengths"]:
                 continue
-            batch = trainer.strategy.batch_to_device(batch)
+            batch = with_reference(trainer.strategy.batch_to_device(batch))
             answers = answer_log_probs(module(batch).per_token, batch)
             at = pairs.indices.to(device)[batch["pairs"]]
             values[at] = torch.stack([answer.policy for answer in answers], dim=1)
