@@ -322,9 +322,7 @@ def test_a_page_that_cannot_be_written(run: Any, tmp_path: Path, model_folder: s
     assert "--html" in run("check", *arguments, "--html", str(tmp_path / "no" / "page.html"), code=2)
 
 
-def test_pairs_are_shown_as_two_conversations(
-    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
-) -> None:
+def test_pairs_are_shown_as_two_conversations(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     rows = [{"instruction": f"the red book {n}", "chosen": "cup", "rejected": "lamp"} for n in range(6)]
     data = {"path": write_rows(rows), "format": "preference", "val_fraction": 0.2, "packing": 128, "max_length": 64}
     page = tmp_path / "report.html"

@@ -15,14 +15,8 @@ from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
 from lit_ft.data.loaders.mixing import Mixing, check_weights
 from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import ARRAYS, CHOSEN, ArrayFiles, Samples, collect, join, read_arrays, targets_of
-from lit_ft.packed_batch import (
-    PackedBatch,
-    as_packed_batch,
-    from_padded,
-    pack_samples,
-    pad_to_multiple,
-    split,
-)
+from lit_ft.packed_batch import PackedBatch, as_packed_batch, from_padded, pack_samples, pad_to_multiple
+from lit_ft.packed_batch import split as split_batch
 
 
 def samples_of(*sources: list[int]) -> Samples:
@@ -351,7 +345,7 @@ def test_the_packed_batch_of_pairs() -> None:
 def test_batches_of_ordinary_samples_have_no_field_of_pairs() -> None:
     (batch,) = PackedBatchLoader(samples_of([3, 4]), BatchPlan(micro_batch_size=2))
     assert not batch.keys() & set(PAIR_FIELDS)
-    assert not any(part.keys() & set(PAIR_FIELDS) for part in split(batch, 3))
+    assert not any(part.keys() & set(PAIR_FIELDS) for part in split_batch(batch, 3))
 
 
 @pytest.mark.parametrize("replica", [0, 1])
@@ -393,7 +387,7 @@ def test_a_pair_is_never_parted(parts: int, padded: bool) -> None:
     (batch,) = PackedBatchLoader(pairs_of([(2, 9), (8, 2)], [(3, 3)]), BatchPlan(micro_batch_size=3))
     whole = pad_to_multiple(batch, 4) if padded else batch
     assert all(name in whole for name in PAIR_FIELDS)
-    pieces: list[PackedBatch] = split(whole, parts)
+    pieces: list[PackedBatch] = split_batch(whole, parts)
     assert len(pieces) == parts
     assert torch.cat([piece["pairs"] for piece in pieces]).tolist() == [0, 1, 2]
     assert torch.cat([piece["pair_sources"] for piece in pieces]).tolist() == [0, 0, 1]

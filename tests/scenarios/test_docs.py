@@ -1,5 +1,6 @@
 """The worked examples of docs/data.md are what lit_ft does, and the tables of what works where are its own."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import pytest
 from benchmarks import support_tables
 from lit_ft import TextDataModule
 from lit_ft.data.inspection import show_example, stretches
+from lit_ft.data.text.formats import FORMATS, Pair
 from lit_ft.model.loading import load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```json\n(.*?)\n```\n\n```text\n(.*?)\n```", TEXT, re.DOTALL)
+EXAMPLES = re.findall(r"```json\n([^`]*?)\n```\n\n```text\n(.*?)\n```", TEXT, re.DOTALL)
 
 
 def test_each_format_has_an_example() -> None:
@@ -41,6 +43,11 @@ def test_examples(tmp_path: Path, row: str, wanted: str) -> None:
     shown = [stretches(show_example(*one, tokenizer)["head"]) for one in conversations]
     texts = ["".join(f"»{text}«" if supervised else text for text, supervised in one) for one in shown]
     assert "\n".join(texts) == wanted
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| .* \| `(\{.*)` \|$", TEXT, re.MULTILINE))
+def test_shapes_of_pairs(row: str) -> None:
+    assert isinstance(FORMATS["preference"].read(json.loads(row)), Pair)
 
 
 @pytest.mark.parametrize("path", support_tables.tables(), ids=lambda path: path.name)

@@ -135,10 +135,10 @@ def micro_batches(
     fill_last_window: bool = False,
 ) -> Iterator[Piece]:
     """Micro-batches of one replica, window by window; ``fill_last_window`` as in ``BatchPlan.windows``."""
+    counts = np.ones_like(samples.supervised) if samples.has_pairs else samples.supervised
     for window in plan.windows(units, samples.lengths, accumulate, fill_last_window):
         mine = window[replica]
-        of_members = len if samples.has_pairs else lambda members: samples.supervised[members].sum()
-        tokens = int(sum(of_members(members) for members in mine if members))
+        tokens = int(sum(counts[members].sum() for members in mine if members))
         everywhere = [i for share in window for members in share for i in members]
         sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
         facts = Window(tokens, tuple(sources.tolist()))

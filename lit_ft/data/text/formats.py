@@ -185,7 +185,9 @@ def preference(row: RawRow) -> Pair:
     ``conversations`` that end before the answer, or the turns that two whole conversations begin with. Optional
     ``system``, ``tools``.
     """
-    in_json = {name: _list(row, name, False) for name in ("messages", "conversations") if isinstance(row.get(name), str)}
+    in_json = {
+        name: _list(row, name, False) for name in ("messages", "conversations") if isinstance(row.get(name), str)
+    }
     prompt, *answers, columns = comparison_of({**row, **in_json})
     chosen, rejected = (_answered(row, prompt, *one) for one in zip(answers, PREFERENCE, strict=True))
     if chosen == rejected:
