@@ -119,9 +119,8 @@ def pack_pairs(
 def with_no_pairs(batch: PackedBatch) -> PackedBatch:
     """A batch without targets, as one of data that consists of pairs."""
     nothing = batch["targets"].new_zeros(0)
-    reference = torch.zeros(0, 2, device=nothing.device)
-    entries = {"target_answers": nothing, "pairs": nothing, "pair_sources": nothing, "reference_log_probs": reference}
-    return {**batch, **entries}
+    entries = PackedBatch(target_answers=nothing, pairs=nothing, pair_sources=nothing)
+    return {**batch, **entries, "reference_log_probs": torch.zeros(0, 2, device=nothing.device)}
 
 
 def sample_targets(batch: PackedBatch) -> list[int]:

@@ -49,7 +49,7 @@ from lit_ft.errors import RecipeError, check_types
 from lit_ft.internals.lightning import validation_interval
 from lit_ft.model.generation import prompt_size
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.protocols import Checkpoint, LimitsLengths, LoaderState, PairSet, Question
+from lit_ft.protocols import Checkpoint, LearnsPreferences, LimitsLengths, LoaderState, PairSet, Question
 
 DEFAULT_MAX_LENGTH = 2048
 """Longest sample in tokens, where a recipe says nothing."""
@@ -261,6 +261,12 @@ class TextDataModule(LightningDataModule):
         if stage == "fit" and self.streaming and self.trainer is not None:
             self._check_fractions(self.trainer)
         module = None if self.trainer is None else self.trainer.lightning_module
+        if module is not None and stage != "predict" and self.has_pairs and not isinstance(module, LearnsPreferences):
+            raise RecipeError(
+                f"data.format=preference is for lit_ft.PreferenceLM, and the model is a {type(module).__name__}, which "
+                "trains on single answers; set model.class_path to lit_ft.PreferenceLM, or map the chosen answers with "
+                "data.columns"
+            )
         if isinstance(module, LimitsLengths):
             module.check_length("data.max_length", self.requested_length)
         self.load(tokenizer_of(module), stage)

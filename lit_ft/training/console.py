@@ -20,6 +20,7 @@ from lit_ft.data.loaders.batching import PackedBatchLoader
 from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.internals.transformers import attention_implementation
 from lit_ft.process import describe_threads
+from lit_ft.protocols import LearnsPreferences
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.next_command import next_command
 from lit_ft.run.progress import StepTimes, describe_metrics
@@ -148,8 +149,9 @@ def describe_model(module: CausalLM) -> str:
     base = module.spec.base
     dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     start = "" if base.init == "pretrained" else " (random weights)"
+    objective = f" by {type(module.objective).__name__}" if isinstance(module, LearnsPreferences) else ""
     return (
-        f"{module.spec.tuning.method} of {base.pretrained}{start}: {count:,} of {total:,} parameters "
+        f"{module.spec.tuning.method} of {base.pretrained}{start}{objective}: {count:,} of {total:,} parameters "
         f"({count / total:.2%}), {dtypes}, attention {attention_implementation(module.base_model.config)}"
     )
 
@@ -208,7 +210,8 @@ def describe_steps(trainer: Trainer) -> str:
     per_epoch = -(-loader.batches // accumulation(trainer, 0))
     per_step = tokens // max(per_epoch, 1)
     total = len(loader.samples.lengths)
-    drawn = f"{draws:,} of {as_count(total, 'sample')}" if draws < total else as_count(draws, "sample")
+    what = "pair" if loader.samples.has_pairs else "sample"
+    drawn = f"{draws:,} of {as_count(total, what)}" if draws < total else as_count(draws, what)
     return (
         f"{as_count(steps, 'optimizer step')}; an epoch is {drawn}, {tokens:,} tokens "
         f"({supervised / tokens:.0%} supervised) in {as_count(per_epoch, 'step')} of about {per_step:,} tokens"
