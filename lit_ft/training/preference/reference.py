@@ -45,19 +45,27 @@ class ReferenceLogProbs:
             RecipeError: some are not known, and the weights are no longer those from before training.
         """
         pairs = data.pairs(split, _planned_batches(trainer) if split == "train" else None)
-        known = self.known.get(pairs.fingerprint)
-        if known is None or torch.isinf(known[pairs.indices]).any():
+        known = self.known.get(pairs.fingerprint, torch.full((pairs.total, 2), _UNKNOWN))
+        if missing := int(torch.isinf(known[pairs.indices, 0]).sum()):
             if not self.is_of_start:
-                raise RecipeError(
-                    f"{type(module).__name__}: the log-probabilities of {as_count(len(pairs.indices), 'pair')} "
-                    f"({split}) by the model from before training are not known, and its weights are trained now. They "
-                    "are computed as a run begins, of the pairs that it trains and validates on; give these pairs to "
-                    "the run itself (data.val_path), or start a new one"
-                )
-            computed = _compute(trainer, module, pairs)
-            known = computed if known is None else torch.maximum(known, computed)
+                raise RecipeError(_not_known(split, missing, len(pairs.indices)))
+            known = torch.maximum(known, _compute(trainer, module, pairs))
             self.known[pairs.fingerprint] = known
         self._in_use[split] = known.to(trainer.strategy.root_device)
+
+
+def _not_known(split: str, missing: int, of: int) -> str:
+    fix = (
+        "the run was begun with a smaller trainer.max_steps, which needed no more of them; begin a new run with as many "
+        "steps as it is to have"
+        if split == "train" and missing < of
+        else "they are computed as a run begins, of the pairs that it trains and validates on; give it these pairs too "
+        "(data.val_path), or take the data of that run"
+    )
+    return (
+        f"model.objective: log-probabilities of {missing:,} of {as_count(of, 'pair')} ({split}) by the model as it was "
+        f"before training are not known, and the weights are trained now: {fix}"
+    )
 
 
 def _planned_batches(trainer: Trainer) -> int | None:

@@ -1,0 +1,86 @@
+"""Every strategy computes the loss of pairs, and their reference, as one process does; also after a resume."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_strategies import assert_same
+from preference_pairs import fit, write_pairs
+from ranks import LiveRanks
+
+from lit_ft import DPO
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("preference")]  # its tests share ranks and fits
+
+
+def _parallel(**options: Any) -> ModelParallelStrategy:
+    return ModelParallelStrategy(timeout=timedelta(seconds=60), **options)
+
+
+def _zero3() -> DeepSpeedStrategy:
+    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return DeepSpeedStrategy(config={"zero_optimization": sharded})
+
+
+STRATEGIES: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "ddp": (partial(str, "ddp"), 2, 2),
+    "fsdp": (FSDPStrategy, 2, 2),
+    "zero3": (_zero3, 2, 2),
+    "tp2": (partial(_parallel, tensor_parallel_size=2), 2, 1),
+    "cp2": (partial(_parallel, context_parallel_size=2), 2, 1),
+    "pp2": (partial(_parallel, pipeline_parallel_size=2), 2, 1),
+    "cp2 x pp2": (partial(_parallel, context_parallel_size=2, pipeline_parallel_size=2), 4, 1),
+    "dp2 x tp2": (partial(_parallel, data_parallel_size=2, tensor_parallel_size=2), 4, 2),
+}
+"""Each with its number of ranks, and of replicas."""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+def _fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], name: str) -> Any:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    strategy, world, replicas = STRATEGIES[name]
+    return fit(make_trainer, folder, path, {**how, "replicas": replicas}, world, strategy)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "adapter": {},
+    "everything": {"model": {"peft": None, "objective": DPO(beta=0.5, nll_weight=0.3)}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_same_numbers(
+    make_trainer: Any, model_folder: str, pairs: str, kept: dict[str, Any], live_ranks: LiveRanks, name: str, way: str
+) -> None:
+    if way not in kept:
+        os.environ["PL_GLOBAL_SEED"] = "3"
+        kept[way] = fit(make_trainer, model_folder, pairs, WAYS[way])
+    one, means, weights = kept[way]
+    for steps, same, found in live_ranks(
+        STRATEGIES[name][1], _fit, make_trainer, model_folder, pairs, WAYS[way], name, timeout=100
+    ):
+        assert_same(steps, found, one, weights, 2e-5)
+        assert same == pytest.approx(means, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["zero3", "cp2 x pp2"])
+def test_a_resumed_run_has_the_reference_of_its_beginning(
+    make_trainer: Any, model_folder: str, pairs: str, live_ranks: LiveRanks, tmp_path: Path, name: str
+) -> None:
+    """From checkpoints that all ranks write together."""
+    how = {"save_after": 3, "save": str(tmp_path / "three.ckpt")}
+    ranks = partial(live_ranks, STRATEGIES[name][1], _fit, make_trainer, model_folder, pairs, timeout=100)
+    (one, means, _), *_ = ranks(how, name)
+    (steps, same, _), *_ = ranks({"resume": how["save"]}, name)
+    assert steps == one[3:]
+    assert same == means
