@@ -58,4 +58,4 @@ def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: i
     trainer.fit(module, data, ckpt_path=how.get("resume"))
     means = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     gather = getattr(trainer.strategy, "full_weights", full_weights)
-    return record.steps, means, gather(module, lambda _, p: p.requires_grad)
+    return record.steps, means, gather(module, lambda _, p: p.requires_grad, keep=True)

@@ -56,12 +56,14 @@ class ReferenceLogProbs:
 
 def _not_known(split: str, missing: int, of: int) -> str:
     fix = (
-        "the run was begun with a smaller trainer.max_steps, which needed no more of them; begin a new run with as many "
-        "steps as it is to have"
-        if split == "train" and missing < of
-        else "they are computed as a run begins, of the pairs that it trains and validates on; give it these pairs too "
+        "they are computed as a run begins, of the pairs that it trains and validates on; give it these pairs too "
         "(data.val_path), or take the data of that run"
     )
+    if split == "train" and missing < of:
+        fix = (
+            "the run was begun with a smaller trainer.max_steps, which needed no more of them; begin a new run with as "
+            "many steps as it is to have"
+        )
     return (
         f"model.objective: log-probabilities of {missing:,} of {as_count(of, 'pair')} ({split}) by the model as it was "
         f"before training are not known, and the weights are trained now: {fix}"
