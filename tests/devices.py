@@ -1,7 +1,7 @@
 """Devices that the tests of ``tests/cuda`` run on: their code on a CPU in every run, and their claims on a GPU."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +79,21 @@ def fit_tiny(
     where: dict[str, Any] = {"accelerator": accelerator_of(device), "max_steps": steps, "log_every_n_steps": 1}
     rows = TextDataModule(data, micro_batch_size=4, shuffle=False, max_length=max_length)
     make_trainer(**where, callbacks=callbacks).fit(CausalLM(TINY, peft=lora), rows)
+
+
+class WithoutWaiting(Callback):
+    """Callback for which waiting for the device is an error from the end of a step to that of the next, after two."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.steps = device, 0
+        self.context: Any = nullcontext()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.context.__exit__(None, None, None)
+        self.steps += 1
+        is_followed = 1 < trainer.global_step < trainer.max_steps
+        self.context = synchronizations_are_errors(self.device if is_followed else "cpu")
+        self.context.__enter__()
+
+    def on_exception(self, *_: Any) -> None:
+        self.context.__exit__(None, None, None)

@@ -1,14 +1,12 @@
 """Losses, gradients and resumed runs on a device, against references on a CPU."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import here
-from devices import CUDA, DEVICES, TINY, Calls, accelerator_of, on, relative_distance, synchronizations_are_errors
-from lightning.pytorch import Callback
+from devices import CUDA, DEVICES, TINY, Calls, WithoutWaiting, accelerator_of, on, relative_distance
 from lightning.pytorch.callbacks import ModelCheckpoint
 from one_process import Losses
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
@@ -216,24 +214,6 @@ def test_offloaded_activations_leave_the_device(device: str, reference: CausalLM
 
     inputs = row["input_ids"].numel() * reference.base_model.config.hidden_size * torch.bfloat16.itemsize
     assert held("checkpointing") - held("offload") >= (LAYERS - 1) * inputs
-
-
-class WithoutWaiting(Callback):
-    """Callback for which waiting for the device is an error from the end of a step to that of the next, after two."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.steps = device, 0
-        self.context: Any = nullcontext()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.context.__exit__(None, None, None)
-        self.steps += 1
-        is_followed = 1 < trainer.global_step < trainer.max_steps
-        self.context = synchronizations_are_errors(self.device if is_followed else "cpu")
-        self.context.__enter__()
-
-    def on_exception(self, *_: Any) -> None:
-        self.context.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,13 +15,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lit_callbacks import GracefulStop, LossLedger, SpikeGuard, ThroughputMonitor
 from peft import LoraConfig
+from preference_pairs import write_pairs
 from ranks import LiveRanks
 from shared_fixtures import silent_trainer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_ft import CausalLM, TextDataModule
+from lit_ft import CausalLM, PreferenceLM, TextDataModule
 from lit_ft.data.text.sources import Source
 from lit_ft.strategies import FSDPStrategy
 
@@ -105,13 +106,15 @@ class CountReads(Callback):
             self.reads.leave()
 
 
-def reads_of_a_warm_step(folder: str, data: list[Source], out: str, guard: bool = False, **options: Any) -> Found:
+def reads_of_a_warm_step(
+    folder: str, data: list[Source], out: str, guard: bool = False, module: type[CausalLM] = CausalLM, **options: Any
+) -> Found:
     count = CountReads()
     callbacks = [GracefulStop(), ThroughputMonitor(), LossLedger(Path(out) / "ledger"), count]
     callbacks += [SpikeGuard()] if guard else []
     run = {"max_steps": 4, "accumulate_grad_batches": 2, "log_every_n_steps": 50, "gradient_clip_val": 1.0}
     trainer = silent_trainer(**run, callbacks=callbacks, default_root_dir=out, **options)
-    model = CausalLM(folder, peft=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = module(folder, peft=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     trainer.fit(model, TextDataModule(sources=data, micro_batch_size=2))
     assert {"train/loss/one", "train/loss/two"} <= trainer.callback_metrics.keys()
     return dict(count.reads.files)
@@ -133,6 +136,14 @@ def test_one_device(guard: bool, model_folder: str, sources: list[Source], tmp_p
     assert found.pop("lit_ft/training/finite.py", 0) == (0 if guard else 2)  # the counter counts
     assert found.pop(GUARD, 0) == guard
     assert found["lit_ft/training/metrics.py"] == 2  # loss and learning rate
+    assert not set(found) - set(EXPECTED)
+
+
+def test_pairs_on_one_device(model_folder: str, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path)
+    sources = [Source(path, name=name, format="preference") for name in ("one", "two")]
+    found = reads_of_a_warm_step(model_folder, sources, str(tmp_path), module=PreferenceLM)
+    assert found["lit_ft/training/metrics.py"] == 2
     assert not set(found) - set(EXPECTED)
 
 
