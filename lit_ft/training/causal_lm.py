@@ -4,10 +4,10 @@ It knows no strategy. What a step computes is in ``steps``.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -62,9 +62,6 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
     ``train/padding_share`` with ``pad_rows_to``, and ``train/expert_load_max_over_mean``, of each layer and the largest
     of all, where the model has experts (``metrics.ExpertLoad``).
     """
-
-    measured: ClassVar[Sequence[str]] = ("perplexity", "token_accuracy")
-    """What it measures of train, val and test besides the loss."""
 
     def __init__(
         self,
