@@ -178,14 +178,8 @@ class GivesPairs(Protocol):
     def has_pairs(self) -> bool:
         """Whether the data that was read is pairs."""
 
-    def pairs(self, split: str, micro_batches: int | None = None) -> PairSet:
-        """Pairs of a split (train, val, test) that was read.
-
-        Args:
-            split: the split.
-            micro_batches: select the pairs that so many micro-batches of each rank train on first; None, or more than
-                an epoch has, selects all.
-        """
+    def pairs(self, split: str) -> PairSet:
+        """Pairs of a split (train, val, test) that was read, and that the run looks at within its limits."""
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from lit_callbacks.protocols import tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.accumulation import accumulation
+from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.checkpointing.fit_progress import FitProgress
 from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, batch_geometry, position_under
 from lit_ft.data.loaders.mixing import Strategy, check_weights
@@ -521,14 +521,22 @@ class TextDataModule(LightningDataModule):
             )
         return self.trainer
 
-    def pairs(self, split: str, micro_batches: int | None = None) -> PairSet:
-        """Pairs of a split that was read: those that so many micro-batches of each rank train on first, or all."""
+    def pairs(self, split: str) -> PairSet:
+        """Pairs of a split that was read and that the run looks at, each once; all that it trains on after an epoch."""
         samples, trainer = self.splits[split], self._trainer_of_loaders()
-        chosen = np.arange(len(samples))
-        if micro_batches is not None:
+        limits, chosen = attributes_of(trainer), np.arange(len(samples))
+        if split == "train":
             plan = self._plan_of_training(trainer, process.data_parallel(trainer).size)
-            loader = self._loader(split, plan, trainer.limit_train_batches)
-            chosen = loader.first_samples(micro_batches) if micro_batches <= loader.batches else chosen
+            loader, steps = self._loader(split, plan, trainer.limit_train_batches), optimizer_steps(trainer)
+            looks_at = loader.batches if _overfits(trainer) else steps * accumulation(trainer, 0)
+            is_limited = 0 <= looks_at <= loader.batches
+        else:
+            loader = self._evaluation_loader(split)
+            limit = limits.limit_test_batches if split == "test" else limits.limit_val_batches
+            looks_at = limit if isinstance(limit, int) else int(len(loader) * limit)
+            is_limited = looks_at < len(loader)
+        if is_limited:
+            chosen = loader.first_samples(int(looks_at))
         loader = self._evaluation_loader(split, samples.take(chosen))
         return PairSet(loader, torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
 

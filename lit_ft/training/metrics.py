@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -199,6 +199,9 @@ class StageMetrics(nn.Module):
     Here the loss is a mean over supervised tokens, and perplexity and token accuracy are measured besides.
     """
 
+    shown: ClassVar[Sequence[str]] = ()
+    """What the progress shows besides the loss."""
+
     def __init__(self, has_router_loss: bool = False) -> None:
         super().__init__()
         self.loss = TokenMean()
@@ -208,6 +211,8 @@ class StageMetrics(nn.Module):
         self._present: set[int] | None = set()
         """Sources that have tokens, as the batches say of their windows; None where one of them does not say it."""
         self.expert_load: ExpertLoad | None = None
+        self.on_bar: dict[str, Tensor] = {}
+        """What ``shown`` names, of the last ``log``."""
 
     def add(self, result: TokenLoss, batch: PackedBatch) -> None:
         """Add a packed batch.
@@ -252,12 +257,14 @@ class StageMetrics(nn.Module):
         Args:
             module: module that logs.
             prefix: first part of the logged names.
-            prog_bar: whether Lightning hands the loss to the progress bar; it reads it after each micro-batch.
+            prog_bar: whether Lightning hands what is shown to the progress bar; it reads it after each micro-batch.
         """
         loss = self.loss.compute()
         module.log(f"{prefix}/loss", loss, prog_bar=prog_bar)
-        for name, mean in self._further_means(loss).items():
-            module.log(f"{prefix}/{name}", mean)
+        further = self._further_means(loss)
+        for name, mean in further.items():
+            module.log(f"{prefix}/{name}", mean, prog_bar=prog_bar and name in self.shown)
+        self.on_bar = {f"{prefix}/{name}": further[name] for name in self.shown}
         if self.router_aux_loss is not None:
             module.log(f"{prefix}/router_aux_loss", self.router_aux_loss.compute())
         for name, mean in ({} if self.sources is None else self.sources.compute(self._present)).items():

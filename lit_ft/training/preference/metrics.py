@@ -27,6 +27,8 @@ class PairMetrics(StageMetrics):
     higher it is; ``log_prob_*`` are log-probabilities of whole answers.
     """
 
+    shown = ("reward_accuracy", "reward_margin")
+
     def __init__(self, objective: Objective, has_router_loss: bool = False) -> None:
         super().__init__(has_router_loss)
         self.objective = objective

@@ -4,7 +4,6 @@ They are computed once, before the first optimizer step, and kept in checkpoints
 has one forward pass, and each strategy computes them as it computes a validation.
 """
 
-import math
 import time
 
 import torch
@@ -15,7 +14,6 @@ from lit_callbacks.evaluation.evaluation_side_effects import evaluating
 from lit_callbacks.output.quantities import as_count
 from torch import Tensor
 
-from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.errors import RecipeError
 from lit_ft.protocols import GivesPairs, PairSet
 from lit_ft.training.preference.pairs import answer_log_probs, with_reference
@@ -44,7 +42,7 @@ class ReferenceLogProbs:
         Raises:
             RecipeError: some are not known, and the weights are no longer those from before training.
         """
-        pairs = data.pairs(split, _planned_batches(trainer) if split == "train" else None)
+        pairs = data.pairs(split)
         known = self.known.get(pairs.fingerprint, torch.full((pairs.total, 2), _UNKNOWN))
         if missing := int(torch.isinf(known[pairs.indices, 0]).sum()):
             if not self.is_of_start:
@@ -59,21 +57,15 @@ def _not_known(split: str, missing: int, of: int) -> str:
         "they are computed as a run begins, of the pairs that it trains and validates on; give it these pairs too "
         "(data.val_path), or take the data of that run"
     )
-    if split == "train" and missing < of:
+    if missing < of:
         fix = (
-            "the run was begun with a smaller trainer.max_steps, which needed no more of them; begin a new run with as "
-            "many steps as it is to have"
+            "the run was begun with fewer steps or batches (trainer.max_steps, limit_..._batches), which needed no "
+            "more of them; begin a new run with as many as it is to have"
         )
     return (
         f"model.objective: log-probabilities of {missing:,} of {as_count(of, 'pair')} ({split}) by the model as it was "
         f"before training are not known, and the weights are trained now: {fix}"
     )
-
-
-def _planned_batches(trainer: Trainer) -> int | None:
-    """Micro-batches of each rank that the run trains on; None where it has no end."""
-    steps = optimizer_steps(trainer)
-    return int(steps) * accumulation(trainer, 0) if 0 <= steps < math.inf else None
 
 
 def _compute(trainer: Trainer, module: LightningModule, pairs: PairSet) -> Tensor:

@@ -76,7 +76,8 @@ class TrainingStepsModule(GivenWeightsModule, GuardedStepsModule):
         # A number would be copied to the device, for which the host waits.
         rate = torch.as_tensor(self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float32)
         self.log("train/learning_rate", rate)
-        self._bar_metrics.show(self.trainer, {"train/loss": loss, "train/learning_rate": rate})
+        shown = {"train/loss": loss, **self.train_metrics.on_bar, "train/learning_rate": rate}
+        self._bar_metrics.show(self.trainer, shown)
         if (padding := self._packed.take_padding_share()) is not None:
             self.log("train/padding_share", torch.tensor(padding))
         self._finite.watch(self.trainer, "train/loss", self._window.mean(loss))

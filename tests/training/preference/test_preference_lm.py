@@ -148,14 +148,36 @@ def test_a_short_run_computes_the_reference_of_its_own_pairs(
     module = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
     trainer = make_trainer(max_steps=2)
     trainer.fit(module, data_of(pairs, val_path=None))
-    (known,) = module._reference.known.values()
-    assert int(torch.isfinite(known).all(1).sum()) == 4  # two steps of two pairs
+    assert _known(module) == [4]  # two steps of two pairs
     trainer.save_checkpoint(tmp_path / "short.ckpt")
     longer = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
-    with pytest.raises(RecipeError, match=r"9 of 13 pairs \(train\) .* begin a new run with as many steps"):
+    with pytest.raises(RecipeError, match=r"9 of 13 pairs \(train\) .* begin a new run with as many as"):
         make_trainer(max_steps=9).fit(longer, data_of(pairs, val_path=None), ckpt_path=tmp_path / "short.ckpt")
     with pytest.raises(RecipeError, match=r"5 of 5 pairs \(val\) by the model as it was before training"):
         make_trainer().validate(module, data_of(pairs), verbose=False)
+
+
+def _known(module: PreferenceLM) -> list[int]:
+    return [int(torch.isfinite(known).all(1).sum()) for known in module._reference.known.values()]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"max_epochs": 3, "overfit_batches": 2}, [4, 4]),
+        ({"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": 1}, [2, 6]),
+        ({"max_epochs": 2, "limit_train_batches": 3}, [5, 13]),
+        ({"fast_dev_run": True}, [2, 2]),
+    ],
+)
+def test_limits_of_the_run_hold_for_the_reference(
+    make_trainer: Any, model_folder: str, pairs: str, options: dict[str, Any], wanted: list[int]
+) -> None:
+    module = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
+    trainer = make_trainer(**options)
+    trainer.fit(module, data_of(pairs, micro_batch_size=2, max_length=40))
+    assert sorted(_known(module)) == wanted
+    assert math.isfinite(trainer.callback_metrics["val/loss"] + trainer.callback_metrics["train/loss"])
 
 
 def test_losses_of_sources_and_of_samples_are_those_of_pairs(
