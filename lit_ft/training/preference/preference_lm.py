@@ -60,6 +60,7 @@ class PreferenceLM(CausalLM):
                 "data.format=preference (rows of prompt, chosen, rejected) in a lit_ft.TextDataModule, or train on "
                 "single answers with lit_ft.CausalLM"
             )
+        self._reference.begin()
 
     # --- step ------------------------------------------------------------------------------------
 

@@ -32,16 +32,22 @@ class ReferenceLogProbs:
         """Whether the module's weights are those from before training."""
         self._in_use: dict[str, Tensor] = {}
 
+    def begin(self) -> None:
+        """Prepare for another run, whose data and limits may differ."""
+        self._in_use = {}
+
     def of(self, split: str, pairs: Tensor) -> Tensor:
         """Log-probabilities of pairs of a split that is prepared, by their indices ``(P,)``: ``(P, 2)``."""
         return self._in_use[split][pairs]
 
     def prepare(self, trainer: Trainer, module: LightningModule, data: GivesPairs, split: str) -> None:
-        """Compute those that a split's batches need, unless they are known; all ranks call it.
+        """Compute those that a split's batches need, unless they are known; all ranks call it, once or more in a run.
 
         Raises:
             RecipeError: some are not known, and the weights are no longer those from before training.
         """
+        if split in self._in_use:
+            return
         pairs = data.pairs(split)
         known = self.known.get(pairs.fingerprint, torch.full((pairs.total, 2), _UNKNOWN))
         if missing := int(torch.isinf(known[pairs.indices, 0]).sum()):
@@ -72,15 +78,14 @@ def _compute(trainer: Trainer, module: LightningModule, pairs: PairSet) -> Tenso
     total, device = as_count(len(pairs.indices), "pair"), trainer.strategy.root_device
     rank_zero_info(f"reference: log-probabilities of {total} by the model as it is before training ...")
     began = said_at = time.monotonic()
-    values = torch.full((pairs.total, 2), _UNKNOWN, device=device)
+    values, indices = torch.full((pairs.total, 2), _UNKNOWN, device=device), pairs.indices.to(device)
     with evaluating(trainer, module):
         for number, batch in enumerate(pairs.loader, 1):
             if not batch["segment_lengths"]:
                 continue
             batch = with_reference(trainer.strategy.batch_to_device(batch))
             answers = answer_log_probs(module(batch).per_token, batch)
-            at = pairs.indices.to(device)[batch["pairs"]]
-            values[at] = torch.stack([answer.policy for answer in answers], dim=1)
+            values[indices[batch["pairs"]]] = torch.stack([answer.policy for answer in answers], dim=1)
             if time.monotonic() - said_at > SECONDS_BETWEEN_LINES:
                 said_at = time.monotonic()
                 rank_zero_info(f"reference: {number:,} batches computed")
