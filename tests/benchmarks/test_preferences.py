@@ -1,0 +1,31 @@
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import preferences
+from benchmarks.peers import lit_ft_dpo
+
+
+def test_a_run_and_its_row_of_the_table(tmp_path: Path) -> None:
+    """lit_ft's side; TRL's needs its environment."""
+    options = argparse.Namespace(
+        data="recipes/data/quickstart_train.json",
+        shape="tiny",
+        device="cpu",
+        pairs=6,
+        micro_batch_size=2,
+        max_length=64,
+    )
+    job = preferences.prepare(tmp_path, options)
+    job = replace(job, folder=str(tmp_path), options={"adapter": str(tmp_path / "adapter"), "epochs": 2})
+    measured = lit_ft_dpo.run(job)
+    assert len(measured.losses) == 6
+    assert measured.losses[0] == pytest.approx(0.6931, abs=1e-4)
+    assert len(measured.ends) == 7  # the beginning, and the ends of the steps
+    found = {"ends": measured.ends, "peak_memory_bytes": 2**30, "losses": measured.losses}
+    row = preferences.row_of("lit_ft", [found, found], measured.losses, pairs=12)
+    assert row.startswith("| lit_ft | ")
+    assert row.endswith("| 1,024 MiB | 0e+00 |")
+    assert "ended" in preferences.row_of("TRL", [found, {"error": "ended"}], measured.losses, pairs=12)
