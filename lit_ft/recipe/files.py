@@ -287,11 +287,9 @@ def _preference_training(entries: dict[str, yaml.Node]) -> str:
     if values[key] in _OBJECTIVES and values[loss] in _OBJECTIVES:
         return f"; for preference tuning add --config recipes/preference/{values[loss]}.yaml (docs/preferences.md)"
     absent = loss if values[key] in _OBJECTIVES else key
-    there_are = ", ".join(sorted(_OBJECTIVES))
-    return (
-        f"; there is no {absent}: {values[absent]} here, of preference tuning there are {there_are} (docs/preferences.md); "
-        "take one of these, or keep that trainer for this step"
-    )
+    there_are = f"of preference tuning there are {', '.join(sorted(_OBJECTIVES))} (docs/preferences.md)"
+    advice = "take one of these, or keep that trainer for this step"
+    return f"; there is no {absent}: {values[absent]} here, {there_are}; {advice}"
 
 
 _NAMES_OF_LOSSES = ("pref_loss", "dpo_loss_type", "loss_type")

@@ -495,7 +495,6 @@ CLASSES = {
     "adamw_torch": "torch.optim.AdamW",
     "adamw_torch_fused": "torch.optim.AdamW with fused: true",
     "bnb": "transformers.BitsAndBytesConfig; see recipes/tuning/qlora_nf4.yaml",
-    "causallm": "lit_ft.CausalLM",
     "comet": "lightning.pytorch.loggers.CometLogger; see recipes/loggers/comet.yaml",
     "constant": "nothing: without lr_scheduler the learning rate is constant",
     "constant_with_warmup": "lit_ft.schedules.ConstantWithWarmup",

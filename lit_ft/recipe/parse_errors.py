@@ -344,10 +344,8 @@ def _objective_without_class(message: str, key: str) -> str | None:
     """Options of an objective where the recipe names none: the class of the option is abstract."""
     if not re.search("objective: (Expected an instantiatable class|Not a valid subclass of Objective)", message):
         return None
-    option = re.search(
-        r"NestedArg\(key='objective\.(?:init_args\.)?(\w+)'|'objective': \{(?:'init_args': \{)?'(\w+)'", message
-    )
-    return _needs_class(next(filter(None, option.groups())), "model.objective") if option else None
+    option = re.search(r"'objective(?:\.|': \{|', val=\{)'?(?:init_args(?:\.|': \{'))?(\w+)'", message)
+    return _needs_class(option[1], "model.objective") if option else None
 
 
 def _no_class(message: str, key: str) -> str | None:

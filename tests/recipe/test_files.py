@@ -142,8 +142,8 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "a loss of ms-swift that is not here": (
         "dpo.yaml",
         "model: x\nrlhf_type: dpo\nloss_type: hinge\nref_adapters: y\n",
-        "; leave out rlhf_type, ref_adapters; there is no loss_type: hinge here, of preference tuning there are dpo, ipo, "
-        "orpo, simpo (docs/preferences.md); take one of these, or keep that trainer for this step",
+        "; leave out rlhf_type, ref_adapters; there is no loss_type: hinge here, of preference tuning there are dpo, "
+        "ipo, orpo, simpo (docs/preferences.md); take one of these, or keep that trainer for this step",
     ),
     "reinforcement learning of another trainer": (
         "grpo.yaml",

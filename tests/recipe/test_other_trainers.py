@@ -1,6 +1,5 @@
 """What stands for another trainer's words exists here."""
 
-import inspect
 from importlib import import_module
 
 import peft

@@ -76,10 +76,9 @@ TYPED: dict[str, str] = {
     "fit --ref_model x": "; leave it out: the reference is the model as the run begins (docs/preferences.md)",
     "fit --rlhf_type dpo": "; leave it out: supervised training, or recipes/preference for dpo, ipo, orpo and simpo",
     "fit --model.objective lit_ft.DPO": "it is an option of lit_ft.PreferenceLM, a class for model",
-    "fit --model PreferenceLM": "model: 'PreferenceLM' is no class path; write lit_ft.PreferenceLM",
     "fit --model lit_ft.PreferenceLM --model.objective dpo": "'dpo' is no class path; write lit_ft.DPO",
-    "fit --model lit_ft.PreferenceLM --model.objective.beta 1": "beta is an option of a class, and none is named before "
-    "it; write --model.objective lit_ft.DPO, in a recipe objective: {class_path: lit_ft.DPO, init_args: {beta: ...}}",
+    "fit --model lit_ft.PreferenceLM --model.objective.beta 1": "none is named before it; write --model.objective "
+    "lit_ft.DPO, in a recipe objective: {class_path: lit_ft.DPO, init_args: {beta: ...}}",
     "fit --model lit_ft.PreferenceLM --model.objective '{tau: 1}'": "write --model.objective lit_ft.IPO, in a recipe",
     "fit --trainer.save_top_k 2": "it is an option of lightning.pytorch.callbacks.ModelCheckpoint, a class for train",
     "fit --tensor_parallel_size 2": "it is an option of lit_ft.strategies.ModelParallelStrategy, a class for train",
