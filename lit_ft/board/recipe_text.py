@@ -119,7 +119,9 @@ class RecipeText:
         if is_class and isinstance(value, Mapping) and isinstance(before, Mapping):
             chosen = value.get("class_path", before.get("class_path"))
             if chosen != before.get("class_path"):
-                stay = kept(name, str(chosen), before.get("init_args") or {})
+                # Options stand directly in a section whose class is the default one.
+                arguments = before if name in _SECTIONS and not set(_PARTS) & set(before) else before.get("init_args")
+                stay = kept(name, str(chosen), arguments or {})
                 self.set(name, {"class_path": chosen, **({"init_args": dict(stay)} if stay else {})})
             value = value.get("init_args") or {}
         elif not (isinstance(value, Mapping) and name in ("", "trainer", *_SECTIONS)):

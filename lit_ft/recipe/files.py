@@ -26,7 +26,9 @@ _QUOTED = ("'", '"', "|", ">")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _THEIR_CLASSES = {"_component_", "_target_"}
 """What torchtune and Hydra write for ``class_path``."""
-_PREFERENCE = {"dpo", "grpo", "ipo", "kto", "orpo", "ppo", "rm", "simpo"}
+_OBJECTIVES = {"dpo", "ipo", "orpo", "simpo"}
+"""Objectives of preference tuning, each with a recipe of its name in ``recipes/preference``."""
+_NOT_HERE = {"cpo", "gdpo", "gkd", "grpo", "kto", "ppo", "rm"}
 """What ``stage`` of LLaMA-Factory, ``rl`` of Axolotl and ``rlhf_type`` of ms-swift call training that is not here."""
 _LISTS_OF_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+")
 _FILES_OF_MODELS = {
@@ -276,14 +278,29 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
 
 def _preference_training(entries: dict[str, yaml.Node]) -> str:
     """What to say of another trainer's file for preference or reward training; empty for other files."""
-    for key in ("stage", "rl", "rlhf_type"):
-        node = entries.get(key)
-        if isinstance(node, yaml.ScalarNode) and node.value.lower() in _PREFERENCE:
-            return (
-                f"; {key}: {node.value} is not supervised training, and lit_ft has no other: train on the chosen "
-                "answers (docs/data.md#other-column-names), or keep that trainer for this step"
-            )
-    return ""
+    values = {key: _first_value(node) for key, node in entries.items()}
+    key = next((key for key in ("stage", "rl", "rlhf_type") if values.get(key) in _OBJECTIVES | _NOT_HERE), None)
+    if key is None:
+        return ""
+    # LLaMA-Factory has a stage for all objectives, Axolotl and ms-swift have one for DPO and IPO.
+    loss = next((loss for loss in _NAMES_OF_LOSSES if values.get(loss, "sigmoid") != "sigmoid"), key)
+    if values[key] in _OBJECTIVES and values[loss] in _OBJECTIVES:
+        return f"; for preference tuning add --config recipes/preference/{values[loss]}.yaml (docs/preferences.md)"
+    absent = loss if values[key] in _OBJECTIVES else key
+    there_are = f"of preference tuning there are {', '.join(sorted(_OBJECTIVES))} (docs/preferences.md)"
+    advice = "take one of these, or keep that trainer for this step"
+    return f"; there is no {absent}: {values[absent]} here, {there_are}; {advice}"
+
+
+_NAMES_OF_LOSSES = ("pref_loss", "dpo_loss_type", "loss_type")
+"""Options of LLaMA-Factory, Axolotl and ms-swift that name the loss of a pair."""
+
+
+def _first_value(node: yaml.Node) -> str:
+    """Text of a scalar or of the first one of a list, in lower case; empty for other nodes."""
+    if isinstance(node, yaml.SequenceNode) and node.value:
+        node = node.value[0]
+    return node.value.lower() if isinstance(node, yaml.ScalarNode) else ""
 
 
 def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Sequence[str] = (), beyond: str = "") -> RecipeError:

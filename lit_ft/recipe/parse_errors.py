@@ -272,6 +272,8 @@ _CLASSES_BELOW = {
         "lit_ft.strategies.DeepSpeedStrategy",
     ),
     "model.quantization": ("transformers.BitsAndBytesConfig",),
+    "model": ("lit_ft.PreferenceLM",),
+    "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO"),
 }
 """Classes whose options are looked for where an option is unknown, by the option that takes the class."""
 
@@ -336,6 +338,14 @@ def _option_without_class(message: str, key: str) -> str | None:
     given = re.search(r"Given value: \{'(\w+)'", message)
     is_type = "Importing 'typing.Union' is not allowed" in message
     return _needs_class(given[1], key) if is_type and given is not None else None
+
+
+def _objective_without_class(message: str, key: str) -> str | None:
+    """Options of an objective where the recipe names none: the class of the option is abstract."""
+    if not re.search("objective: (Expected an instantiatable class|Not a valid subclass of Objective)", message):
+        return None
+    option = re.search(r"'objective(?:\.|': \{|', val=\{)'?(?:init_args(?:\.|': \{'))?(\w+)'", message)
+    return _needs_class(option[1], "model.objective") if option else None
 
 
 def _no_class(message: str, key: str) -> str | None:
@@ -429,6 +439,7 @@ _REASONS_OF_VALUES: tuple[Callable[[str, str], str | None], ...] = (
     _section_as_value,
     _no_section,
     _option_without_class,
+    _objective_without_class,
     _no_class,
     _function_as_class,
     _texts_as_sources,

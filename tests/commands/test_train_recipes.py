@@ -33,6 +33,7 @@ FRAGMENTS = [path for path in sorted((REPOSITORY / "recipes").glob("*/*.yaml")) 
 """Laid on top of a recipe."""
 HUANHUAN = Path(os.environ.get("LIT_FT_TEST_DATA", ".")) / "huanhuan.json"
 """A real data set, used in place of generated rows where that folder has it."""
+PAIRS = REPOSITORY / "recipes" / "data" / "preferences.jsonl"
 
 
 @pytest.mark.parametrize("path", RECIPES + EXAMPLES, ids=lambda path: path.stem)
@@ -91,6 +92,8 @@ ON_TOP = {
     "prompt_tuning": "precision/bf16_true",
     "ia3": "precision/float32",
     "llama_adapter": "precision/fp8",
+    "lora_experts": "preference/ipo",
+    "lora_plus": "preference/orpo",
     "qlora_loftq": "speed/activation_offload",
     "qlora_nf4": "speed/compile",
 }
@@ -190,8 +193,7 @@ def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:
     for name in ("quickstart_train.json", "quickstart_val.json", "mixture_text.txt"):
         assert (tmp_path / name).read_bytes() == (REPOSITORY / "recipes" / "data" / name).read_bytes()
     generate("preferences", "--out", str(tmp_path))
-    bundled = REPOSITORY / "recipes" / "data" / "preferences.jsonl"
-    assert (tmp_path / bundled.name).read_bytes() == bundled.read_bytes()
+    assert (tmp_path / PAIRS.name).read_bytes() == PAIRS.read_bytes()
 
 
 def test_pretraining_runs(tmp_path: Path) -> None:
@@ -229,9 +231,21 @@ def test_quickstart(tmp_path: Path) -> None:
     assert f"| val/exact_match | {float(scores[1][1]) / 100:.4g} |" in card
 
 
-@pytest.mark.parametrize("recipe", ["qwen", "full"])
+def test_dpo_learns_which_held_out_answers_are_better(tmp_path: Path) -> None:
+    configs = ["--config", "recipes/quickstart.yaml", "--config", "recipes/preference/dpo.yaml"]
+    options = ["--trainer.callbacks", "[]", "--merge", "false", "--run_dir", str(tmp_path / "run")]
+    done = run_forked("fit", *configs, *options, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        accuracy = [float(row["val/reward_accuracy"]) for row in csv.DictReader(file) if row["val/reward_accuracy"]]
+    assert accuracy[-1] > 0.7  # of 12 pairs; 0 before the first step, 0.33 after the first epoch
+
+
+@pytest.mark.parametrize("recipe", ["qwen", "full", "qwen_dpo"])
 def test_qwen_recipes_run_on_another_model(tmp_path: Path, model_folder: str, write_rows: Any, recipe: str) -> None:
     data = str(HUANHUAN) if HUANHUAN.is_file() else write_rows()
+    if recipe == "qwen_dpo":
+        data = str(PAIRS)
     done = run_forked(
         *("fit", "--config", f"recipes/{recipe}.yaml"),
         *("--model.pretrained", model_folder, "--data.path", data, "--data.system", "你是甄嬛。"),

@@ -121,7 +121,39 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "preference training of another trainer": (
         "dpo.yaml",
         OTHER_RECIPE.replace("sft", "dpo"),
-        "leave out stage; stage: dpo is not supervised training, and lit_ft has no other: train on the chosen answers",
+        "leave out stage; for preference tuning add --config recipes/preference/dpo.yaml (docs/preferences.md)",
+    ),
+    "SimPO of LLaMA-Factory": (
+        "dpo.yaml",
+        OTHER_RECIPE.replace("sft", "dpo") + "pref_loss: simpo\npref_beta: 2\nsimpo_gamma: 1\n",
+        "pref_loss = model.objective, pref_beta = model.objective.beta, simpo_gamma = gamma of the class lit_ft.SimPO; "
+        "leave out stage; for preference tuning add --config recipes/preference/simpo.yaml",
+    ),
+    "the usual loss of LLaMA-Factory": (
+        "dpo.yaml",
+        OTHER_RECIPE.replace("sft", "dpo") + "pref_loss: sigmoid\n",
+        "add --config recipes/preference/dpo.yaml",
+    ),
+    "IPO of Axolotl": (
+        "ipo.yaml",
+        "base_model: x\nrl: dpo\ndpo_loss_type: [ipo]\nrl_beta: 0.1\n",
+        "rl_beta = model.objective.beta; leave out rl; for preference tuning add --config recipes/preference/ipo.yaml",
+    ),
+    "a loss of ms-swift that is not here": (
+        "dpo.yaml",
+        "model: x\nrlhf_type: dpo\nloss_type: hinge\nref_adapters: y\n",
+        "; leave out rlhf_type, ref_adapters; there is no loss_type: hinge here, of preference tuning there are dpo, "
+        "ipo, orpo, simpo (docs/preferences.md); take one of these, or keep that trainer for this step",
+    ),
+    "reinforcement learning of another trainer": (
+        "grpo.yaml",
+        "model: x\nrlhf_type: grpo\nlearning_rate: 1.0e-6\ntorch_dtype: bfloat16\n",
+        "leave out rlhf_type; there is no rlhf_type: grpo here, of preference tuning there are dpo, ipo, orpo, simpo",
+    ),
+    "a reward model of LLaMA-Factory": (
+        "rm.yaml",
+        OTHER_RECIPE.replace("sft", "rm"),
+        "leave out stage; there is no stage: rm here, of preference tuning there are dpo, ipo, orpo, simpo",
     ),
     "a model of ms-swift": (
         "sft.yaml",

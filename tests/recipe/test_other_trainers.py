@@ -1,6 +1,5 @@
 """What stands for another trainer's words exists here."""
 
-import inspect
 from importlib import import_module
 
 import peft
@@ -8,12 +7,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lit_ft import CausalLM, TextDataModule, schedules
+from lit_ft import DPO, PreferenceLM, TextDataModule, schedules
 from lit_ft.recipe.other_trainers import CLASSES, OPTIONS
+from lit_ft.recipe.parse_errors import _options_of
 
 SECTIONS = {
     "model.peft": peft.LoraConfig,
-    "model": CausalLM,
+    "model.objective": DPO,
+    "model": PreferenceLM,
     "data": TextDataModule,
     "trainer": Trainer,
     "optimizer": torch.optim.AdamW,
@@ -27,7 +28,7 @@ SECTIONS = {
 def test_options_exist(word: str) -> None:
     option = OPTIONS[word].split()[0].strip(",;:()")
     section = next(name for name in SECTIONS if option.startswith(f"{name}."))
-    assert option.removeprefix(f"{section}.") in inspect.signature(SECTIONS[section]).parameters
+    assert option.removeprefix(f"{section}.") in _options_of(SECTIONS[section])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""The worked examples of docs/data.md are what lit_ft does, and the tables of what works where are its own."""
+"""Examples and tables of the pages of docs/ are what lit_ft does."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import support_tables
-from lit_ft import TextDataModule
+from lit_ft import DPO, IPO, ORPO, SimPO, TextDataModule
+from lit_ft.cli import main
 from lit_ft.data.inspection import show_example, stretches
 from lit_ft.data.text.formats import FORMATS, Pair
 from lit_ft.model.loading import load_tokenizer
@@ -56,3 +58,32 @@ def test_tables_of_what_works_where_are_printed_from_the_code(path: Path) -> Non
     assert support_tables.with_table(text, support_tables.tables()[path]) == text, (
         "run python -m benchmarks.support_tables"
     )
+
+
+PREFERENCES = {
+    name: (REPOSITORY / "docs" / name).read_text("utf-8") for name in ("preferences.md", "preferences.zh-CN.md")
+}
+
+
+def test_both_pages_of_preference_tuning_have_the_same_commands_and_they_parse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    of_page = [re.findall(r"^    python -m lit_ft ((?:[^\n\\]|\\\n)*)$", text, re.M) for text in PREFERENCES.values()]
+    assert len(of_page[0]) == 7
+    assert of_page[0] == of_page[1]
+    for command in of_page[0]:
+        with pytest.raises(SystemExit) as stop:
+            main([*command.replace("\\\n", " ").replace("check", "fit").split(), "--print_config"])
+        assert stop.value.code == 0
+        assert "lit_ft.DPO" in capsys.readouterr().out or "preference" not in command
+
+
+@pytest.mark.parametrize("objective", [DPO, IPO, SimPO, ORPO])
+@pytest.mark.parametrize("page", PREFERENCES)
+def test_defaults_of_objectives_are_those_of_the_page(page: str, objective: type) -> None:
+    row = next(line for line in PREFERENCES[page].splitlines() if line.startswith(f"| `lit_ft.{objective.__name__}` |"))
+    told = dict(re.findall(r"`(\w+): ([\d.]+)`", row))
+    assert {name: float(value) for name, value in told.items()} == {
+        name: one.default for name, one in inspect.signature(objective).parameters.items()
+    }
