@@ -178,13 +178,13 @@ class GivesPairs(Protocol):
     def has_pairs(self) -> bool:
         """Whether the data that was read is pairs."""
 
-    def pairs(self, split: str, micro_batches: int | None = None) -> PairSet:
-        """Pairs of a split (train, val, test) that was read.
+    def pairs(self, split: str, steps: int | None = None) -> PairSet | None:
+        """Pairs of a split (train, val, test); None where there is none.
 
         Args:
             split: the split.
-            micro_batches: select the pairs that so many micro-batches of each rank train on first; None, or more than
-                an epoch has, selects all.
+            steps: select the pairs that so many optimizer steps train on first; None, or steps of several epochs which
+                may be of different pairs, select all.
         """
 
 

@@ -1,5 +1,6 @@
 """The LightningDataModule: it turns data sets of any known format into packed batches."""
 
+import math
 from collections import UserList
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -521,14 +522,22 @@ class TextDataModule(LightningDataModule):
             )
         return self.trainer
 
-    def pairs(self, split: str, micro_batches: int | None = None) -> PairSet:
-        """Pairs of a split that was read: those that so many micro-batches of each rank train on first, or all."""
+    def pairs(self, split: str, steps: int | None = None) -> PairSet | None:
+        """Pairs of a split, None where none is read: those that so many optimizer steps train on first, or all."""
+        if split not in self.splits:
+            return None
         samples, trainer = self.splits[split], self._trainer_of_loaders()
         chosen = np.arange(len(samples))
-        if micro_batches is not None:
+        if steps is not None:
             plan = self._plan_of_training(trainer, process.data_parallel(trainer).size)
             loader = self._loader(split, plan, trainer.limit_train_batches)
-            chosen = loader.first_samples(micro_batches) if micro_batches <= loader.batches else chosen
+            micro_batches = min(steps * accumulation(trainer, 0), loader.batches)
+            is_within_epoch = steps <= math.ceil(loader.batches / accumulation(trainer, 0))
+            if is_within_epoch or not plan.shuffle:  # without it, each epoch is of the same samples
+                chosen = loader.first_samples(micro_batches)
+        elif split != "train" and attributes_of(trainer).fast_dev_run:  # it leaves nothing that could need the others
+            limit = attributes_of(trainer).limit_test_batches if split == "test" else trainer.limit_val_batches
+            chosen = self._evaluation_loader(split).first_samples(int(limit))
         loader = self._evaluation_loader(split, samples.take(chosen))
         return PairSet(loader, torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
 

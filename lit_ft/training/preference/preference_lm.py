@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_types
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, GivesPairs
@@ -39,6 +39,7 @@ class PreferenceLM(CausalLM):
                 lit_ft.training.preference.objectives.Objective. null is DPO.
             **kwargs: the other options of ``CausalLM``.
         """
+        check_types("model", PreferenceLM.__init__, {"objective": objective})
         super().__init__(pretrained, **kwargs)
         self.objective = objective or DPO()
         has_router_loss = self.spec.router_aux_loss is not None
@@ -94,7 +95,7 @@ class PreferenceLM(CausalLM):
         """Compute the reference's log-probabilities, unless a checkpoint has them."""
         super().on_train_start()
         self._prepare_reference("train")
-        if self.trainer.limit_val_batches and self.trainer.val_dataloaders:
+        if self.trainer.limit_val_batches:  # Lightning may open the data only epochs later, with other weights
             self._prepare_reference("val")
         self._reference.is_of_start = False
 

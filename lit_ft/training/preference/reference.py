@@ -15,7 +15,7 @@ from lit_callbacks.evaluation.evaluation_side_effects import evaluating
 from lit_callbacks.output.quantities import as_count
 from torch import Tensor
 
-from lit_ft.accumulation import accumulation, optimizer_steps
+from lit_ft.accumulation import optimizer_steps
 from lit_ft.errors import RecipeError
 from lit_ft.protocols import GivesPairs, PairSet
 from lit_ft.training.preference.pairs import answer_log_probs, with_reference
@@ -39,12 +39,13 @@ class ReferenceLogProbs:
         return self._in_use[split][pairs]
 
     def prepare(self, trainer: Trainer, module: LightningModule, data: GivesPairs, split: str) -> None:
-        """Compute those that a split's batches need, unless they are known; all ranks call it.
+        """Compute those that a split's batches need, unless they are known or there is no such split; all ranks call it.
 
         Raises:
             RecipeError: some are not known, and the weights are no longer those from before training.
         """
-        pairs = data.pairs(split, _planned_batches(trainer) if split == "train" else None)
+        if (pairs := data.pairs(split, _planned_steps(trainer) if split == "train" else None)) is None:
+            return
         known = self.known.get(pairs.fingerprint, torch.full((pairs.total, 2), _UNKNOWN))
         if missing := int(torch.isinf(known[pairs.indices, 0]).sum()):
             if not self.is_of_start:
@@ -61,8 +62,8 @@ def _not_known(split: str, missing: int, of: int) -> str:
     )
     if split == "train" and missing < of:
         fix = (
-            "the run was begun with a smaller trainer.max_steps, which needed no more of them; begin a new run with as "
-            "many steps as it is to have"
+            "the run was begun with fewer optimizer steps (trainer.max_steps, trainer.max_epochs), which needed no more of "
+            "them; begin a new run with as many steps as it is to have"
         )
     return (
         f"model.objective: log-probabilities of {missing:,} of {as_count(of, 'pair')} ({split}) by the model as it was "
@@ -70,10 +71,10 @@ def _not_known(split: str, missing: int, of: int) -> str:
     )
 
 
-def _planned_batches(trainer: Trainer) -> int | None:
-    """Micro-batches of each rank that the run trains on; None where it has no end."""
+def _planned_steps(trainer: Trainer) -> int | None:
+    """Optimizer steps of the run; None where it has no end."""
     steps = optimizer_steps(trainer)
-    return int(steps) * accumulation(trainer, 0) if 0 <= steps < math.inf else None
+    return int(steps) if 0 <= steps < math.inf else None
 
 
 def _compute(trainer: Trainer, module: LightningModule, pairs: PairSet) -> Tensor:

@@ -158,6 +158,26 @@ def test_a_short_run_computes_the_reference_of_its_own_pairs(
         make_trainer().validate(module, data_of(pairs), verbose=False)
 
 
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"max_epochs": 2, "check_val_every_n_epoch": 2}, [5, 13]),  # whose first epoch opens no validation data
+        ({"max_epochs": 3, "limit_train_batches": 2}, [5, 13]),  # each epoch has others
+        ({"max_epochs": 3, "overfit_batches": 2}, [4, 5]),
+        ({"max_epochs": 1, "limit_train_batches": 2, "accumulate_grad_batches": 4}, [4, 5]),
+        ({"fast_dev_run": 1, "accumulate_grad_batches": 4}, [1, 2]),
+    ],
+)
+def test_the_reference_is_computed_of_what_a_run_needs(
+    make_trainer: Any, model_folder: str, pairs: str, options: dict[str, Any], needed: list[int]
+) -> None:
+    module = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
+    trainer = make_trainer(**options)
+    trainer.fit(module, data_of(pairs, micro_batch_tokens=130))
+    assert math.isfinite(trainer.callback_metrics["val/loss"])
+    assert sorted(int(known.isfinite().all(1).sum()) for known in module._reference.known.values()) == needed
+
+
 def test_losses_of_sources_and_of_samples_are_those_of_pairs(
     make_trainer: Any, model_folder: str, pairs: str, tmp_path: Path
 ) -> None:
@@ -175,6 +195,12 @@ def test_losses_of_sources_and_of_samples_are_those_of_pairs(
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(float(losses.mean()))
     assert float(trainer.callback_metrics["train/loss/b"]) == pytest.approx(math.log(2))
     assert all(counts == [1] * len(ids) for ids, _, counts, _ in recorded)
+
+
+@pytest.mark.parametrize("objective", ["dpo", DPO])
+def test_an_objective_that_is_none(model_folder: str, objective: Any) -> None:
+    with pytest.raises(RecipeError, match=r"model\.objective.* Objective or None is needed"):
+        PreferenceLM(model_folder, objective=objective)
 
 
 def test_data_and_module_that_do_not_fit(make_trainer: Any, model_folder: str, pairs: str, write_rows: Any) -> None:
