@@ -11,7 +11,7 @@ from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, GivesPairs
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.preference.metrics import NAMES, PairMetrics
-from lit_ft.training.preference.objectives import DPO, Objective
+from lit_ft.training.preference.objectives import DPO, Objective, check_objective
 from lit_ft.training.preference.pairs import answer_log_probs, loss_of_pairs, with_reference
 from lit_ft.training.preference.reference import ReferenceLogProbs
 
@@ -42,6 +42,7 @@ class PreferenceLM(CausalLM):
         check_types("model", PreferenceLM.__init__, {"objective": objective})
         super().__init__(pretrained, **kwargs)
         self.objective = objective or DPO()
+        check_objective(self.objective)
         has_router_loss = self.spec.router_aux_loss is not None
         self.train_metrics = PairMetrics(self.objective, has_router_loss)
         self.val_metrics, self.test_metrics = PairMetrics(self.objective), PairMetrics(self.objective)

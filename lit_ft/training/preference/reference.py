@@ -39,7 +39,7 @@ class ReferenceLogProbs:
         return self._in_use[split][pairs]
 
     def prepare(self, trainer: Trainer, module: LightningModule, data: GivesPairs, split: str) -> None:
-        """Compute those that a split's batches need, unless they are known or there is no such split; all ranks call it.
+        """Compute those that a split's batches need, unless they are known or there is no split; all ranks call it.
 
         Raises:
             RecipeError: some are not known, and the weights are no longer those from before training.
@@ -62,8 +62,8 @@ def _not_known(split: str, missing: int, of: int) -> str:
     )
     if split == "train" and missing < of:
         fix = (
-            "the run was begun with fewer optimizer steps (trainer.max_steps, trainer.max_epochs), which needed no more of "
-            "them; begin a new run with as many steps as it is to have"
+            "the run was begun with fewer optimizer steps (trainer.max_steps, trainer.max_epochs), which needed no "
+            "more of them; begin a new run with as many steps as it is to have"
         )
     return (
         f"model.objective: log-probabilities of {missing:,} of {as_count(of, 'pair')} ({split}) by the model as it was "
