@@ -10,9 +10,10 @@ from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, GivesPairs
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.loss.token_cross_entropy import LossOf
 from lit_ft.training.preference.metrics import NAMES, PairMetrics
 from lit_ft.training.preference.objectives import DPO, Objective, check_objective
-from lit_ft.training.preference.pairs import answer_log_probs, loss_of_pairs, with_reference
+from lit_ft.training.preference.pairs import answer_log_probs, loss_before_training, loss_of_pairs, with_reference
 from lit_ft.training.preference.reference import ReferenceLogProbs
 
 
@@ -68,6 +69,9 @@ class PreferenceLM(CausalLM):
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
         """Summed loss of a batch's pairs, from its final hidden states ``(1, T, H)``."""
         return self._packed.token_loss(hidden, batch, loss_of_pairs(self.objective, batch))
+
+    def _loss_before_training(self, batch: PackedBatch) -> LossOf | None:
+        return loss_before_training(self.objective, batch)
 
     def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Part of the step's mean loss over pairs."""

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from compared_strategies import assert_same, sgd
+from peft import LoraConfig, LoraGAConfig
+from peft.tuners.lora.loraga import preprocess_loraga
 from preference_pairs import LORA, data_of, fit, write_pairs
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lit_ft import DPO, ORPO, CausalLM, PreferenceLM, RecipeError, SimPO, TextDataModule
 from lit_ft.training.preference.metrics import NAMES
 from lit_ft.training.preference.objectives import AnswerLogProbs, Objective
+from lit_ft.tuning import lora_init
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +198,29 @@ def test_losses_of_sources_and_of_samples_are_those_of_pairs(
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(float(losses.mean()))
     assert float(trainer.callback_metrics["train/loss/b"]) == pytest.approx(math.log(2))
     assert all(counts == [1] * len(ids) for ids, _, counts, _ in recorded)
+
+
+def test_an_init_from_gradients_takes_those_of_the_objective(
+    make_trainer: Any, model_folder: str, pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the sum of both answers' cross-entropy, which would learn the rejected ones too."""
+    found: list[Tensor] = []
+
+    def recorded(base: PreTrainedModel, config: Any, train_step: Any) -> None:
+        train_step()
+        found.append(base.model.layers[0].self_attn.q_proj.weight.grad.clone())
+        base.zero_grad()
+        preprocess_loraga(base, config, train_step=train_step)
+
+    monkeypatch.setattr(lora_init, "preprocess_loraga", recorded)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
+    data = data_of(pairs, micro_batch_size=13, shuffle=False, val_path=None)
+    make_trainer(max_steps=1).fit(PreferenceLM(model_folder, peft=lora, objective=DPO(beta=0.5), optimizer=sgd), data)
+    base, samples = AutoModelForCausalLM.from_pretrained(model_folder), data.splits["train"]
+    for i in range(len(samples)):
+        chosen, rejected = (_log_prob(base, half) for half in samples.pair(i))
+        (-0.5 * (chosen - rejected) / 2 / len(samples)).backward()  # the derivative of -log sigmoid(0) is -1/2
+    torch.testing.assert_close(found[0], base.model.layers[0].self_attn.q_proj.weight.grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("objective", ["dpo", DPO])
