@@ -136,8 +136,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             router_aux_loss: factor on the loss that keeps the experts of a mixture-of-experts model equally busy, or
                 config, its router_aux_loss_coef; null leaves the loss out. Each micro-batch has that of all its tokens,
-                as transformers computes it; in an optimizer step micro-batches count by their supervised tokens.
-                train/loss is without it.
+                as transformers computes it; in an optimizer step micro-batches count by their supervised tokens (or
+                pairs). train/loss is without it.
             max_new_tokens: longest answer of `predict`, in tokens.
             optimizer: makes the optimizer from the trainable parameters; a recipe gives it at the top level.
                 null is AdamW with a learning rate of 1e-4.

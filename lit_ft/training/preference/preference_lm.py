@@ -67,7 +67,9 @@ class PreferenceLM(CausalLM):
     # --- step ------------------------------------------------------------------------------------
 
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
-        """Summed loss of a batch's pairs, from its final hidden states ``(1, T, H)``."""
+        """Summed loss of a batch's pairs, from its final hidden states ``(1, T, H)``; cross-entropy of other texts."""
+        if "pairs" not in batch:  # of `text_loss`
+            return super().token_loss(hidden, batch)
         return self._packed.token_loss(hidden, batch, loss_of_pairs(self.objective, batch))
 
     def _loss_before_training(self, batch: PackedBatch) -> LossOf | None:

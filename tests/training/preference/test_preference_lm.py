@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compared_strategies import assert_same, sgd
+from lit_callbacks import ForgettingProbe
 from peft import LoraConfig, LoraGAConfig
 from peft.tuners.lora.loraga import preprocess_loraga
 from preference_pairs import LORA, data_of, fit, write_pairs
@@ -198,6 +199,20 @@ def test_losses_of_sources_and_of_samples_are_those_of_pairs(
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(float(losses.mean()))
     assert float(trainer.callback_metrics["train/loss/b"]) == pytest.approx(math.log(2))
     assert all(counts == [1] * len(ids) for ids, _, counts, _ in recorded)
+
+
+def test_the_loss_of_plain_texts_is_their_cross_entropy(make_trainer: Any, model_folder: str, pairs: str) -> None:
+    texts = ["red cup on the table", "a blue lamp"]
+    probe = ForgettingProbe(texts, every_n_steps=1)
+    trainer = make_trainer(max_steps=1, callbacks=[probe])
+    trainer.fit(PreferenceLM(model_folder, peft=LORA, optimizer=sgd), data_of(pairs, val_path=None))
+    module = CausalLM(model_folder)
+    module.configure_model()
+    total, tokens = module.eval().text_loss(texts)
+    lines = Path(trainer.default_root_dir, "forgetting.jsonl").read_text("utf-8").splitlines()
+    first = json.loads(lines[0])
+    assert (first["step"], first["tokens"]) == (0, tokens)
+    assert first["loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
 
 
 def test_an_init_from_gradients_takes_those_of_the_objective(
