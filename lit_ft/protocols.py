@@ -178,8 +178,8 @@ class GivesPairs(Protocol):
     def has_pairs(self) -> bool:
         """Whether the data that was read is pairs."""
 
-    def pairs(self, split: str) -> PairSet:
-        """Pairs of a split (train, val, test) that was read, and that the run looks at within its limits."""
+    def pairs(self, split: str) -> PairSet | None:
+        """Pairs of a split (train, val, test) that the run needs, within its limits; None where there are none."""
 
 
 @runtime_checkable

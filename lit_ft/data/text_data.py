@@ -1,5 +1,6 @@
 """The LightningDataModule: it turns data sets of any known format into packed batches."""
 
+import math
 from collections import UserList
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -521,22 +522,21 @@ class TextDataModule(LightningDataModule):
             )
         return self.trainer
 
-    def pairs(self, split: str) -> PairSet:
-        """Pairs of a split that was read and that the run looks at, each once; all that it trains on after an epoch."""
+    def pairs(self, split: str) -> PairSet | None:
+        """Pairs of a split that the run needs, each once; None where the split is not read."""
+        if split not in self.splits:
+            return None
         samples, trainer = self.splits[split], self._trainer_of_loaders()
-        limits, chosen = attributes_of(trainer), np.arange(len(samples))
+        chosen = np.arange(len(samples))
         if split == "train":
             plan = self._plan_of_training(trainer, process.data_parallel(trainer).size)
             loader, steps = self._loader(split, plan, trainer.limit_train_batches), optimizer_steps(trainer)
-            looks_at = loader.batches if _overfits(trainer) else steps * accumulation(trainer, 0)
-            is_limited = 0 <= looks_at <= loader.batches
-        else:
-            loader = self._evaluation_loader(split)
-            limit = limits.limit_test_batches if split == "test" else limits.limit_val_batches
-            looks_at = limit if isinstance(limit, int) else int(len(loader) * limit)
-            is_limited = looks_at < len(loader)
-        if is_limited:
-            chosen = loader.first_samples(int(looks_at))
+            accumulate = accumulation(trainer, 0)
+            if _overfits(trainer) or 0 <= steps <= math.ceil(loader.batches / accumulate):  # later epochs have others
+                chosen = loader.first_samples(loader.batches if _overfits(trainer) else int(steps) * accumulate)
+        elif attributes_of(trainer).fast_dev_run:  # it leaves nothing that could need the others
+            limit = attributes_of(trainer).limit_test_batches if split == "test" else trainer.limit_val_batches
+            chosen = self._evaluation_loader(split).first_samples(int(limit))
         loader = self._evaluation_loader(split, samples.take(chosen))
         return PairSet(loader, torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
 

@@ -37,6 +37,7 @@ from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.float32 import tensors
 from lit_ft.training.loss import cuda_graphs
 from lit_ft.training.loss.router_loss import RouterAuxLoss
+from lit_ft.training.loss.token_cross_entropy import LossOf
 from lit_ft.training.metrics import ExpertLoad, StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers, match_options, optimizer_and_schedules
 from lit_ft.training.optimizers.lost_steps import warn_of_lost_steps
@@ -132,8 +133,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             router_aux_loss: factor on the loss that keeps the experts of a mixture-of-experts model equally busy, or
                 config, its router_aux_loss_coef; null leaves the loss out. Each micro-batch has that of all its tokens,
-                as transformers computes it; in an optimizer step micro-batches count by their supervised tokens.
-                train/loss is without it.
+                as transformers computes it; in an optimizer step micro-batches count by their supervised tokens (or
+                pairs). train/loss is without it.
             max_new_tokens: longest answer of `predict`, in tokens.
             optimizer: makes the optimizer from the trainable parameters; a recipe gives it at the top level.
                 null is AdamW with a learning rate of 1e-4.
@@ -213,7 +214,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
                 if self.spec.cuda_graphs:
                     cuda_graphs.check_strategy(self._trainer.strategy)
             first_batches = partial(batches_for_init, self._trainer, self.init_rows)
-            self._packed, self.start = self.spec.build(self.start, self._device_of_run(), first_batches)
+            of_run = self.start, self._device_of_run(), first_batches
+            self._packed, self.start = self.spec.build(*of_run, self._loss_before_training)
             self.model = self._packed.model
             if self._trainer is not None and self._trainer.precision == "64-true":
                 self.model.double()  # Lightning does so after it has read a checkpoint's weights into these
@@ -240,6 +242,10 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
         return self._packed.token_loss(hidden, batch)
+
+    def _loss_before_training(self, batch: PackedBatch) -> LossOf | None:
+        """Loss of a batch, for inits that look at gradients; None is the sum of the tokens' cross-entropy."""
+        return None
 
     # --- optimize --------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.float32 import products, tensors
 from lit_ft.training.loss import cuda_graphs, router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
+from lit_ft.training.loss.token_cross_entropy import LossOf
 from lit_ft.tuning import compatibility, lora_init, untrained_ends
 from lit_ft.tuning.lora import fused_lora
 from lit_ft.tuning.lora_init import LoraInitState
@@ -144,6 +145,7 @@ class TrainingSpec:
         start: LoraInitState | None,
         device: torch.device | None,
         batches: Callable[[PreTrainedModel, str], Sequence[PackedBatch]],
+        loss_of: Callable[[PackedBatch], LossOf | None],
     ) -> tuple[PackedForward, LoraInitState | None]:
         """Build the model with its weights; returns its forward pass and the state of the adapter's init.
 
@@ -151,6 +153,8 @@ class TrainingSpec:
             start: init state of an earlier run; None in a new run.
             device: device of the run; None without a trainer.
             batches: function from the model and the name of an init to the training data that the init reads.
+            loss_of: function from a batch to its loss, whose gradients the init may look at; None is the sum of the
+                tokens' cross-entropy.
         """
         self.tuning.check_base(self.base)
         self._check_liger(device)
@@ -170,7 +174,8 @@ class TrainingSpec:
         prepare_for_packed_batches(base)
         # Some models draw while they are built, though not where they are built without memory for weights.
         process.seed_torch(process.seed())
-        for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
+        before = PackedForward(base, self.activation_offload, self.router_aux_loss)
+        for_init = lambda batch: before.token_loss(before.hidden_states(batch), batch, loss_of(batch))  # noqa: E731
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         if (tokenizer := self.base.tokenizer_in_use) is not None:
             untrained_ends.warn(base, tokenizer)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
 
 FROM_DATA = ("eva", "corda", "lora_ga")
 """Values of ``init_lora_weights`` that read training data."""
@@ -288,7 +288,7 @@ def _backward(forward: Callable[[PackedBatch], TokenLoss], batches: Sequence[Pac
     # The inputs of the first layers need no gradients, but the hooks of these layers are still called.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     for batch in batches:
-        (forward(batch).loss_sum / len(batch["targets"])).backward()
+        (forward(batch).loss_sum / terms_of_mean(batch)).backward()
 
 
 class _AsItIs(dict[str, object]):

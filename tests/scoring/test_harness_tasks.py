@@ -143,6 +143,10 @@ def test_the_extra_is_named_where_it_is_missing(task: Path, monkeypatch: pytest.
         (["--questions", "q.json"], "belong together"),
         (["--data.path", "gone.json", "--url", "http://127.0.0.1:9"], "--url runs --tasks"),
         (["--data.path", "gone.json"], "gone.json"),
+        (
+            ["--data.path", "gone.json", "--data.format", "preference"],
+            "pairs of answers, and evaluate scores single ones",
+        ),
         (["--data.path", "gone.json", "--api", "chat"], "--api is for --url, which is not given"),
         (["--data.path", "gone.json", "--limit", "5"], "--limit is for --tasks, which is not given"),
         (["--tasks", "x.yaml", "--max_new_tokens", "9"], "--max_new_tokens is for --data.path or --questions, which"),

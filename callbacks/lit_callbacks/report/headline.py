@@ -20,7 +20,7 @@ def headline(run: RunData) -> list[Figure]:
     """Figures of a run, as far as they were logged: loss and accuracy before and after, tokens/s, time, peak memory."""
     losses = _matching(run, r"((.*[/_])?(train|val)[/_])?loss(_step|_epoch)?")
     figures = [_before_and_after(name, run.curves[name], "{:.3g}") for name in losses]
-    shares = _matching(run, r"(.*/)?(exact_match|rougeL|bleu)")
+    shares = _matching(run, r"(.*/)?(exact_match|rougeL|bleu)|val/reward_accuracy")
     figures += [_before_and_after(name, run.curves[name], "{:.1%}") for name in shares]
     if len(run.forgetting) > 1:
         before, after = run.forgetting[0]["loss"], run.forgetting[-1]["loss"]

@@ -355,11 +355,16 @@ def test_metrics_are_sorted_into_charts() -> None:
     two = [(0.0, 1.0), (1.0, 2.0)]
     names = ["throughput/mfu", "lr-AdamW", "val_loss", "train/loss_step", "train/loss/a", "memory/host_rss_mib", "odd"]
     names += [f"val/loss/{source}" for source in "abc"]
+    names += ["val/reward_accuracy", "val/reward_margin", "val/reward_chosen", "val/log_prob_rejected"]
     charts = sort_into_charts({**dict.fromkeys(names, two), "once/loss": two[:1]})
     assert {title: list(curves) for (title, _), curves in charts.items()} == {
         "loss": ["val_loss", "train/loss_step"],
         "training loss by source": ["train/loss/a"],
         **{f"val/loss/{source}": [f"val/loss/{source}"] for source in "abc"},
+        "accuracy": ["val/reward_accuracy"],
+        "reward margin": ["val/reward_margin"],
+        "rewards": ["val/reward_chosen"],
+        "log-probability of answers": ["val/log_prob_rejected"],
         "learning rate": ["lr-AdamW"],
         "MFU": ["throughput/mfu"],
         "memory": ["memory/host_rss_mib"],
@@ -367,8 +372,8 @@ def test_metrics_are_sorted_into_charts() -> None:
 
 
 def test_the_headline_is_first(tmp_path: Path) -> None:
-    lines = ["step,train/loss,val/loss,val/exact_match,throughput/run/tokens_per_second,other/loss"]
-    lines += ["1,2.5,,0.125,,9", "9,0.0125,,,,", "9,,0.4,1.0,1234.5,"]
+    lines = ["step,train/loss,val/loss,val/exact_match,throughput/run/tokens_per_second,other/loss,val/reward_accuracy"]
+    lines += ["1,2.5,,0.125,,9,", "9,0.0125,,,,,", "9,,0.4,1.0,1234.5,,0.75"]
     (tmp_path / "metrics.csv").write_text("\n".join(lines))
     environment = {
         "title": "my recipe",
@@ -385,6 +390,7 @@ def test_the_headline_is_first(tmp_path: Path) -> None:
         ("train/loss", "2.5 → 0.0125", "first and last logged"),
         ("val/loss", "0.4", "logged once"),
         ("val/exact_match", "12.5% → 100.0%", "first and last logged"),
+        ("val/reward_accuracy", "75.0%", "logged once"),
         ("tokens per second", "1,234", "mean of all training steps"),
         ("time", "1 min 10 s", "5 optimizer steps after 4 earlier ones"),
         ("peak memory", "3.0 GiB", "of the process, rank 0"),

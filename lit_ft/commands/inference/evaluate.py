@@ -211,6 +211,11 @@ class DataSets:
         if (path, file) not in self._modules:
             self._modules[path, file] = held_out.data_of(self.run, path, _data_options(self._options, file))
         data = self._modules[path, file]
+        if stage == "test" and data.has_pairs:
+            raise RecipeError(
+                "data.format=preference holds pairs of answers, and evaluate scores single ones; set --data.format "
+                "auto, and of pairs take the chosen answers, e.g. --data.columns '{prompt: prompt, completion: chosen}'"
+            )
         with option_called(MAY_BE_SKIPPED, "; correct the row, or remove it"):
             data.load(tokenizer, stage)
         return data

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_types, explained
 
 
 class AnswerLogProbs(NamedTuple):
@@ -65,6 +65,7 @@ class DPO(Objective):
             nll_weight: weight of the mean cross-entropy of the better answer's tokens, which is added so that its own
                 probability does not fall (Pang et al. 2024, arXiv:2404.19733, equation 4); 0 leaves it out.
         """
+        check_types("model.objective", DPO.__init__, locals())
         _check_positive(beta=beta)
         if not 0 <= label_smoothing < 0.5:
             raise RecipeError(f"DPO: label_smoothing={label_smoothing} must be at least 0 and below 0.5")
@@ -97,6 +98,7 @@ class IPO(Objective):
         Args:
             tau: strength of the pull to the reference; the margin is pulled to 1 / (2 tau).
         """
+        check_types("model.objective", IPO.__init__, locals())
         _check_positive(tau=tau)
         self.tau = tau
 
@@ -122,6 +124,7 @@ class SimPO(Objective):
             beta: factor on the mean log-probability of an answer's tokens.
             gamma: margin by which the better answer's reward is to be above the worse one's.
         """
+        check_types("model.objective", SimPO.__init__, locals())
         _check_positive(beta=beta)
         if not 0 <= gamma < math.inf:
             raise RecipeError(f"SimPO: gamma={gamma} must be 0 or above, and finite")
@@ -150,6 +153,7 @@ class ORPO(Objective):
         Args:
             beta: weight of the odds ratio's loss, which the paper calls lambda.
         """
+        check_types("model.objective", ORPO.__init__, locals())
         _check_positive(beta=beta)
         self.beta = beta
 
@@ -160,6 +164,33 @@ class ORPO(Objective):
     def reward(self, answer: AnswerLogProbs) -> Tensor:
         """``beta`` times the mean log-probability of the answer's tokens, ``(P,)``."""
         return self.beta * answer.mean
+
+
+def check_objective(objective: Objective) -> None:
+    """Try an objective on three pairs, so that one that a user has written fails before the long work starts.
+
+    Raises:
+        RecipeError: it does not say whether it needs a reference, or has no loss with a gradient for each pair.
+    """
+    name, pairs = type(objective).__name__, 3
+    if not isinstance(getattr(objective, "needs_reference", None), bool):
+        raise RecipeError(
+            f"model.objective: {name} has no needs_reference; set it to True or False in the class: whether it "
+            "compares the model with what it was before training"
+        )
+    policy = torch.full((pairs,), -2.0, requires_grad=True)
+    chosen, rejected = (AnswerLogProbs(k * policy, torch.zeros(pairs), torch.full((pairs,), 4.0)) for k in (1, 2))
+    with explained("model.objective", f"fix {name}"), torch.enable_grad():
+        found = {"losses": objective.losses(chosen, rejected), "reward": objective.reward(chosen)}
+    for method, values in found.items():
+        if not isinstance(values, Tensor) or values.shape != (pairs,):
+            what = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise RecipeError(
+                f"model.objective: {name}.{method} gives {what} for {pairs} pairs; return one value for each, whose "
+                "mean is taken over the pairs of the whole optimizer step"
+            )
+    if not found["losses"].requires_grad:
+        raise RecipeError(f"model.objective: {name}.losses has no gradient; compute it from the answers' policy")
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:

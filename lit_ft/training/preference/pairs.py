@@ -48,6 +48,17 @@ def loss_of_pairs(objective: Objective, batch: PackedBatch) -> LossOf:
     return loss_of
 
 
+def loss_before_training(objective: Objective, batch: PackedBatch) -> LossOf:
+    """``loss_of_pairs`` of a model that is its own reference, as it is when a run begins."""
+
+    def loss_of(per_token: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        answers = answer_log_probs(per_token.detach(), with_reference(batch))
+        own = torch.stack([answer.policy for answer in answers], dim=1)
+        return loss_of_pairs(objective, with_reference(batch, own))(per_token, has_gradient)
+
+    return loss_of
+
+
 def _of_all_ranks(per_token: Tensor, batch: PackedBatch) -> Tensor:
     """Cross-entropy of all supervised tokens of a batch, whose tokens may be sharded across ranks; a collective."""
     if "is_local" not in batch:

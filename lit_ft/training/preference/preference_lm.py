@@ -5,14 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, check_types
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, GivesPairs
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.loss.token_cross_entropy import LossOf
 from lit_ft.training.preference.metrics import NAMES, PairMetrics
-from lit_ft.training.preference.objectives import DPO, Objective
-from lit_ft.training.preference.pairs import answer_log_probs, loss_of_pairs, with_reference
+from lit_ft.training.preference.objectives import DPO, Objective, check_objective
+from lit_ft.training.preference.pairs import answer_log_probs, loss_before_training, loss_of_pairs, with_reference
 from lit_ft.training.preference.reference import ReferenceLogProbs
 
 
@@ -39,8 +40,10 @@ class PreferenceLM(CausalLM):
                 lit_ft.training.preference.objectives.Objective. null is DPO.
             **kwargs: the other options of ``CausalLM``.
         """
+        check_types("model", PreferenceLM.__init__, {"objective": objective})
         super().__init__(pretrained, **kwargs)
         self.objective = objective or DPO()
+        check_objective(self.objective)
         has_router_loss = self.spec.router_aux_loss is not None
         self.train_metrics = PairMetrics(self.objective, has_router_loss)
         self.val_metrics, self.test_metrics = PairMetrics(self.objective), PairMetrics(self.objective)
@@ -65,8 +68,13 @@ class PreferenceLM(CausalLM):
     # --- step ------------------------------------------------------------------------------------
 
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
-        """Summed loss of a batch's pairs, from its final hidden states ``(1, T, H)``."""
+        """Summed loss of a batch's pairs, from its final hidden states ``(1, T, H)``; cross-entropy of other texts."""
+        if "pairs" not in batch:  # of `text_loss`
+            return super().token_loss(hidden, batch)
         return self._packed.token_loss(hidden, batch, loss_of_pairs(self.objective, batch))
+
+    def _loss_before_training(self, batch: PackedBatch) -> LossOf | None:
+        return loss_before_training(self.objective, batch)
 
     def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Part of the step's mean loss over pairs."""
@@ -95,7 +103,7 @@ class PreferenceLM(CausalLM):
         """Compute the reference's log-probabilities, unless a checkpoint has them."""
         super().on_train_start()
         self._prepare_reference("train")
-        if self.trainer.limit_val_batches and self.trainer.val_dataloaders:
+        if self.trainer.limit_val_batches:  # Lightning may open the data only epochs later, with other weights
             self._prepare_reference("val")
         self._reference.is_of_start = False
 

@@ -41,14 +41,15 @@ class ReferenceLogProbs:
         return self._in_use[split][pairs]
 
     def prepare(self, trainer: Trainer, module: LightningModule, data: GivesPairs, split: str) -> None:
-        """Compute those that a split's batches need, unless they are known; all ranks call it, once or more in a run.
+        """Compute those that a split's batches need, unless they are known or there is no split.
+
+        All ranks call it, once or more in a run.
 
         Raises:
             RecipeError: some are not known, and the weights are no longer those from before training.
         """
-        if split in self._in_use:
+        if split in self._in_use or (pairs := data.pairs(split)) is None:
             return
-        pairs = data.pairs(split)
         known = self.known.get(pairs.fingerprint, torch.full((pairs.total, 2), _UNKNOWN))
         if missing := int(torch.isinf(known[pairs.indices, 0]).sum()):
             if not self.is_of_start:
@@ -63,10 +64,10 @@ def _not_known(split: str, missing: int, of: int) -> str:
         "they are computed as a run begins, of the pairs that it trains and validates on; give it these pairs too "
         "(data.val_path), or take the data of that run"
     )
-    if missing < of:
+    if split == "train" and missing < of:
         fix = (
-            "the run was begun with fewer steps or batches (trainer.max_steps, limit_..._batches), which needed no "
-            "more of them; begin a new run with as many as it is to have"
+            "the run was begun with fewer optimizer steps (trainer.max_steps, trainer.max_epochs), which needed no "
+            "more of them; begin a new run with as many steps as it is to have"
         )
     return (
         f"model.objective: log-probabilities of {missing:,} of {as_count(of, 'pair')} ({split}) by the model as it was "

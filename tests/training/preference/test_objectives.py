@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lit_ft.errors import RecipeError
-from lit_ft.training.preference.objectives import DPO, IPO, ORPO, AnswerLogProbs, Objective, SimPO
+from lit_ft.training.preference.objectives import DPO, IPO, ORPO, AnswerLogProbs, Objective, SimPO, check_objective
 
 CHOSEN = {"policy": -12.0, "reference": -14.0, "tokens": 8.0}
 REJECTED = {"policy": -20.0, "reference": -19.0, "tokens": 10.0}
@@ -63,8 +65,43 @@ def test_an_answer_that_is_certain_has_finite_odds() -> None:
         (lambda: SimPO(beta=-1.0), "beta=-1.0"),
         (lambda: SimPO(gamma=-0.1), "gamma=-0.1"),
         (lambda: ORPO(beta=math.nan), "beta=nan"),
+        (lambda: DPO(beta="0.1"), "model.objective.beta='0.1', and float is needed"),
+        (lambda: IPO(tau=None), "model.objective.tau=None, and float is needed"),
     ],
 )
 def test_options_that_are_refused(make: Callable[[], Objective], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         make()
+
+
+class Own(DPO):
+    """As a user may write it, with what is wrong about it as a parameter."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def losses(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Any:
+        return self.change(super().losses(chosen, rejected))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (Tensor.mean, r"Own\.losses gives a tensor of shape \(\) for 3 pairs; return one value for each"),
+        (Tensor.tolist, r"Own\.losses gives list for 3 pairs"),
+        (Tensor.detach, r"Own\.losses has no gradient"),
+        (lambda losses: losses + torch.ones(2), r"model\.objective: RuntimeError: .*; fix Own"),
+    ],
+)
+def test_own_objectives_that_are_refused(change: Callable[[Tensor], Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        check_objective(Own(change))
+
+
+def test_an_own_objective_that_does_not_say_what_it_needs() -> None:
+    silent = Own(Tensor.clone)
+    check_objective(silent)
+    silent.needs_reference = None
+    with pytest.raises(RecipeError, match="Own has no needs_reference; set it to True or False"):
+        check_objective(silent)

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from compared_strategies import assert_same, sgd
+from lit_callbacks import ForgettingProbe
+from peft import LoraConfig, LoraGAConfig
+from peft.tuners.lora.loraga import preprocess_loraga
 from preference_pairs import LORA, data_of, fit, write_pairs
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lit_ft import DPO, ORPO, CausalLM, PreferenceLM, RecipeError, SimPO, TextDataModule
 from lit_ft.training.preference.metrics import NAMES
 from lit_ft.training.preference.objectives import AnswerLogProbs, Objective
+from lit_ft.tuning import lora_init
 
 
 @pytest.fixture(scope="module")
@@ -148,36 +152,34 @@ def test_a_short_run_computes_the_reference_of_its_own_pairs(
     module = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
     trainer = make_trainer(max_steps=2)
     trainer.fit(module, data_of(pairs, val_path=None))
-    assert _known(module) == [4]  # two steps of two pairs
+    (known,) = module._reference.known.values()
+    assert int(known.isfinite().all(1).sum()) == 4  # two steps of two pairs
     trainer.save_checkpoint(tmp_path / "short.ckpt")
     longer = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
-    with pytest.raises(RecipeError, match=r"9 of 13 pairs \(train\) .* begin a new run with as many as"):
+    with pytest.raises(RecipeError, match=r"9 of 13 pairs \(train\) .* begin a new run with as many steps"):
         make_trainer(max_steps=9).fit(longer, data_of(pairs, val_path=None), ckpt_path=tmp_path / "short.ckpt")
     with pytest.raises(RecipeError, match=r"5 of 5 pairs \(val\) by the model as it was before training"):
         make_trainer().validate(module, data_of(pairs), verbose=False)
 
 
-def _known(module: PreferenceLM) -> list[int]:
-    return [int(torch.isfinite(known).all(1).sum()) for known in module._reference.known.values()]
-
-
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "needed"),
     [
-        ({"max_epochs": 3, "overfit_batches": 2}, [4, 4]),
-        ({"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": 1}, [2, 6]),
-        ({"max_epochs": 2, "limit_train_batches": 3}, [5, 13]),
-        ({"fast_dev_run": True}, [2, 2]),
+        ({"max_epochs": 2, "check_val_every_n_epoch": 2}, [5, 13]),  # whose first epoch opens no validation data
+        ({"max_epochs": 3, "limit_train_batches": 2}, [5, 13]),  # each epoch has others
+        ({"max_epochs": 3, "overfit_batches": 2}, [4, 5]),
+        ({"max_epochs": 1, "limit_train_batches": 2, "accumulate_grad_batches": 4}, [4, 5]),
+        ({"fast_dev_run": 1, "accumulate_grad_batches": 4}, [1, 2]),
     ],
 )
-def test_limits_of_the_run_hold_for_the_reference(
-    make_trainer: Any, model_folder: str, pairs: str, options: dict[str, Any], wanted: list[int]
+def test_the_reference_is_computed_of_what_a_run_needs(
+    make_trainer: Any, model_folder: str, pairs: str, options: dict[str, Any], needed: list[int]
 ) -> None:
     module = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
     trainer = make_trainer(**options)
-    trainer.fit(module, data_of(pairs, micro_batch_size=2, max_length=40))
-    assert sorted(_known(module)) == wanted
-    assert math.isfinite(trainer.callback_metrics["val/loss"] + trainer.callback_metrics["train/loss"])
+    trainer.fit(module, data_of(pairs, micro_batch_tokens=130))
+    assert math.isfinite(trainer.callback_metrics["val/loss"])
+    assert sorted(int(known.isfinite().all(1).sum()) for known in module._reference.known.values()) == needed
 
 
 def test_losses_of_sources_and_of_samples_are_those_of_pairs(
@@ -197,6 +199,49 @@ def test_losses_of_sources_and_of_samples_are_those_of_pairs(
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(float(losses.mean()))
     assert float(trainer.callback_metrics["train/loss/b"]) == pytest.approx(math.log(2))
     assert all(counts == [1] * len(ids) for ids, _, counts, _ in recorded)
+
+
+def test_the_loss_of_plain_texts_is_their_cross_entropy(make_trainer: Any, model_folder: str, pairs: str) -> None:
+    texts = ["red cup on the table", "a blue lamp"]
+    probe = ForgettingProbe(texts, every_n_steps=1)
+    trainer = make_trainer(max_steps=1, callbacks=[probe])
+    trainer.fit(PreferenceLM(model_folder, peft=LORA, optimizer=sgd), data_of(pairs, val_path=None))
+    module = CausalLM(model_folder)
+    module.configure_model()
+    total, tokens = module.eval().text_loss(texts)
+    lines = Path(trainer.default_root_dir, "forgetting.jsonl").read_text("utf-8").splitlines()
+    first = json.loads(lines[0])
+    assert (first["step"], first["tokens"]) == (0, tokens)
+    assert first["loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
+
+
+def test_an_init_from_gradients_takes_those_of_the_objective(
+    make_trainer: Any, model_folder: str, pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the sum of both answers' cross-entropy, which would learn the rejected ones too."""
+    found: list[Tensor] = []
+
+    def recorded(base: PreTrainedModel, config: Any, train_step: Any) -> None:
+        train_step()
+        found.append(base.model.layers[0].self_attn.q_proj.weight.grad.clone())
+        base.zero_grad()
+        preprocess_loraga(base, config, train_step=train_step)
+
+    monkeypatch.setattr(lora_init, "preprocess_loraga", recorded)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
+    data = data_of(pairs, micro_batch_size=13, shuffle=False, val_path=None)
+    make_trainer(max_steps=1).fit(PreferenceLM(model_folder, peft=lora, objective=DPO(beta=0.5), optimizer=sgd), data)
+    base, samples = AutoModelForCausalLM.from_pretrained(model_folder), data.splits["train"]
+    for i in range(len(samples)):
+        chosen, rejected = (_log_prob(base, half) for half in samples.pair(i))
+        (-0.5 * (chosen - rejected) / 2 / len(samples)).backward()  # the derivative of -log sigmoid(0) is -1/2
+    torch.testing.assert_close(found[0], base.model.layers[0].self_attn.q_proj.weight.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["dpo", DPO])
+def test_an_objective_that_is_none(model_folder: str, objective: Any) -> None:
+    with pytest.raises(RecipeError, match=r"model\.objective.* Objective or None is needed"):
+        PreferenceLM(model_folder, objective=objective)
 
 
 def test_data_and_module_that_do_not_fit(make_trainer: Any, model_folder: str, pairs: str, write_rows: Any) -> None:
