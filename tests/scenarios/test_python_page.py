@@ -34,6 +34,7 @@ def test_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     merged, again = (dict(names[name].named_parameters()) for name in ("merged", "again"))
     assert all((merged[name] - again[name]).abs().max() < 1e-5 for name in merged)
     assert isinstance(names["smoothed"], CausalLM)
+    assert float(names["learner"].callback_metrics["val/reward_accuracy"]) > 0
     assert names["results"][3e-3] < names["results"][1e-3]
 
 
