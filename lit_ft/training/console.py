@@ -149,7 +149,7 @@ def describe_model(module: CausalLM) -> str:
     base = module.spec.base
     dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     start = "" if base.init == "pretrained" else " (random weights)"
-    objective = f" by {type(module.objective).__name__}" if isinstance(module, LearnsPreferences) else ""
+    objective = f" by {module.objective!r}" if isinstance(module, LearnsPreferences) else ""
     return (
         f"{module.spec.tuning.method} of {base.pretrained}{start}{objective}: {count:,} of {total:,} parameters "
         f"({count / total:.2%}), {dtypes}, attention {attention_implementation(module.base_model.config)}"

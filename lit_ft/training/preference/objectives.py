@@ -49,6 +49,11 @@ class Objective(ABC):
     def reward(self, answer: AnswerLogProbs) -> Tensor:
         """Reward of each answer, ``(P,)``: the loss falls as that of the better one rises above that of the worse."""
 
+    def __repr__(self) -> str:
+        """Name and options, e.g. ``DPO(beta=0.1, label_smoothing=0, nll_weight=0)``."""
+        options = (f"{name}={value:g}" for name, value in vars(self).items() if isinstance(value, int | float))
+        return f"{type(self).__name__}({', '.join(options)})"
+
 
 class DPO(Objective):
     """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7)."""

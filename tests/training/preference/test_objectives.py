@@ -47,6 +47,11 @@ def test_losses_and_rewards(objective: Objective, loss: float, rewards: tuple[fl
     assert float(objective.reward(rejected)) == pytest.approx(rewards[1])
 
 
+def test_options_that_a_run_names() -> None:
+    assert repr(DPO(label_smoothing=0.1)) == "DPO(beta=0.1, label_smoothing=0.1, nll_weight=0)"
+    assert repr(SimPO()) == "SimPO(beta=2, gamma=1)"
+
+
 def test_an_answer_that_is_certain_has_finite_odds() -> None:
     policy = torch.zeros(1, requires_grad=True)
     certain = AnswerLogProbs(policy, policy, torch.ones(1))
