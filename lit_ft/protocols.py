@@ -162,6 +162,8 @@ class PairSet(NamedTuple):
 
     loader: Iterable[PackedBatch]
     """Micro-batches of this rank; their ``pairs`` are indices into ``indices``."""
+    batches: int
+    """Number of micro-batches."""
     indices: Tensor
     """``(selected pairs,)``, int64: indices of the selected pairs among all of the set."""
     total: int

@@ -538,7 +538,7 @@ class TextDataModule(LightningDataModule):
             limit = attributes_of(trainer).limit_test_batches if split == "test" else trainer.limit_val_batches
             chosen = self._evaluation_loader(split).first_samples(int(limit))
         loader = self._evaluation_loader(split, samples.take(chosen))
-        return PairSet(loader, torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
+        return PairSet(loader, len(loader), torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
 
     def _evaluation_loader(self, split: str, samples: Samples | None = None) -> PackedBatchLoader:
         samples = self.splits[split] if samples is None else samples

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.evaluation.evaluation_side_effects import evaluating
-from lit_callbacks.output.quantities import as_count
+from lit_callbacks.output.quantities import as_count, as_time
 from torch import Tensor
 
 from lit_ft.errors import RecipeError
@@ -89,7 +89,8 @@ def _compute(trainer: Trainer, module: LightningModule, pairs: PairSet) -> Tenso
             values[indices[batch["pairs"]]] = torch.stack([answer.policy for answer in answers], dim=1)
             if time.monotonic() - said_at > SECONDS_BETWEEN_LINES:
                 said_at = time.monotonic()
-                rank_zero_info(f"reference: {number:,} batches computed")
+                left = as_time((said_at - began) * (pairs.batches / number - 1))
+                rank_zero_info(f"reference: batch {number:,} of {pairs.batches:,}, {left} left")
     known = all_reduce(trainer, values, "max").cpu()
-    rank_zero_info(f"reference: {total} in {time.monotonic() - began:.0f} s")
+    rank_zero_info(f"reference: {total} in {as_time(time.monotonic() - began)}")
     return known
