@@ -51,6 +51,8 @@ class Summary(TypedDict):
 
     samples: int
     visits: int
+    unit: str
+    """Of losses: ``nats per token``; ``nats`` where each is of one term, as those of pairs of answers are."""
     worst: list[Sample]
     best: list[Sample]
     risen: list[Sample]
@@ -67,10 +69,10 @@ def summarize(visits: Sequence[Visit], top: int = 20) -> Summary:
         top: maximum length of a list.
 
     Returns:
-        ``samples`` and ``visits`` (counts); ``worst`` and ``best``, by last loss, and ``risen``, by last minus first
-        loss: lists of samples with ``id, source, tokens, visits, first, last``; ``slice_ends``, optimizer steps, and
-        ``sources``, each with its token-mean loss in each slice of the run (None where it had none); ``twins``: pairs
-        with ``ids, tokens, distance``, the nearest first. Losses are in nats per token.
+        ``samples`` and ``visits`` (counts); ``unit`` of losses; ``worst`` and ``best``, by last loss, and ``risen``, by
+        last minus first loss: lists of samples with ``id, source, tokens, visits, first, last``; ``slice_ends``,
+        optimizer steps, and ``sources``, each with its token-mean loss in each slice of the run (None where it had
+        none); ``twins``: pairs with ``ids, tokens, distance``, the nearest first.
     """
     by_id: dict[str, list[Visit]] = defaultdict(list)
     for visit in visits:
@@ -83,6 +85,7 @@ def summarize(visits: Sequence[Visit], top: int = 20) -> Summary:
     return {
         "samples": len(samples),
         "visits": len(visits),
+        "unit": "nats" if all(visit.tokens == 1 for visit in visits) else "nats per token",
         "worst": worst[:top],
         "best": worst[: -top - 1 : -1],
         "risen": sorted(again, key=lambda s: s["first"] - s["last"])[:top],

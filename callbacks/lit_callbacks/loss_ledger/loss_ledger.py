@@ -275,7 +275,7 @@ class LossLedger(Callback):
         (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
         header = ("sample", "source", "tokens", "visits", "first", "last", "text")
         rows = [[_shown(sample.get(key, "")) for key in ("id", *header[1:])] for sample in summary["worst"]]
-        show_table(f"worst of {summary['samples']:,} samples, loss in nats per token", header, rows)
+        show_table(f"worst of {summary['samples']:,} samples, loss in {summary['unit']}", header, rows)
         if pairs := [" = ".join(pair["ids"]) for pair in summary["twins"]]:
             how = "their texts are alike" if "text" in summary["twins"][0] else "look at their texts"
             rank_zero_info(f"likely duplicates, by how their losses go ({how}): {', '.join(pairs)}")

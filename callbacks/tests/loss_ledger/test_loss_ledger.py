@@ -260,6 +260,7 @@ def test_the_summary_by_hand() -> None:
     assert (summary["samples"], summary["visits"]) == (3, 5)
     assert [sample["id"] for sample in summary["worst"]] == ["rises", "once"]
     assert [sample["id"] for sample in summary["best"]] == ["falls", "once"]
+    assert summary["unit"] == "nats per token"
     assert summary["risen"] == [{"id": "rises", "source": "b", "tokens": 30, "visits": 2, "first": 1.0, "last": 3.0}]
     assert summary["slice_ends"] == list(range(1, 11))
     assert summary["sources"]["b"] == [None, 1.0, *[None] * 7, 3.0]
@@ -369,7 +370,7 @@ def test_the_table_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     worst = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["worst"]
     assert [len(sample["text"]) for sample in worst] == [500, 500]
     assert (
-        "worst of 2 samples, loss in nats per token\n"
+        "worst of 2 samples, loss in nats\n"
         "  sample  source  tokens  visits  first  last  text\n"
         "  1       b            1       1    6.5   6.5  [text] of 1 words words words words words words words...\n"
         "  0       a            1       1      5     5  [text] of 0 words words words words words words words..."
