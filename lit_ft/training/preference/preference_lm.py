@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_ft.errors import RecipeError, check_types
@@ -124,12 +125,26 @@ class PreferenceLM(CausalLM):
             self._reference.prepare(self.trainer, self, data, split)
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Keep the reference's log-probabilities: no resumed run could compute them."""
+        """Keep the objective, and the reference's log-probabilities: no resumed run could compute them."""
         super().on_save_checkpoint(checkpoint)
+        checkpoint["objective"] = repr(self.objective)
         checkpoint["reference_log_probs"] = self._reference.known
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Take over the reference's log-probabilities."""
+        """Take over the reference's log-probabilities, and name an objective that has changed.
+
+        Raises:
+            RecipeError: the objective needs them, and the checkpoint was trained by one that does not.
+        """
         super().on_load_checkpoint(checkpoint)
+        before, now = checkpoint.get("objective", "the cross-entropy of single answers"), repr(self.objective)
         self._reference.known = checkpoint.get("reference_log_probs", {})
+        if self.objective.needs_reference and not self._reference.known:
+            raise RecipeError(
+                f"model.objective: {now} compares the model with what it was before training, which the checkpoint does "
+                f"not know: it was trained by {before}. Go on with that, or begin a new run from what it has trained "
+                "(model.adapter, or its merged model as model.pretrained)"
+            )
+        if before != now:
+            rank_zero_warn(f"model.objective: the checkpoint was trained by {before}, and goes on by {now}")
         self._reference.is_of_start = False
