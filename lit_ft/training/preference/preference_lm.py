@@ -141,9 +141,9 @@ class PreferenceLM(CausalLM):
         self._reference.known = checkpoint.get("reference_log_probs", {})
         if self.objective.needs_reference and not self._reference.known:
             raise RecipeError(
-                f"model.objective: {now} compares the model with what it was before training, which the checkpoint does "
-                f"not know: it was trained by {before}. Go on with that, or begin a new run from what it has trained "
-                "(model.adapter, or its merged model as model.pretrained)"
+                f"model.objective: {now} compares the model with what it was before training, which the checkpoint "
+                f"does not know: it was trained by {before}. Go on with that, or begin a new run from what it has "
+                "trained (model.adapter, or its merged model as model.pretrained)"
             )
         if before != now:
             rank_zero_warn(f"model.objective: the checkpoint was trained by {before}, and goes on by {now}")
