@@ -37,7 +37,6 @@ from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.float32 import tensors
 from lit_ft.training.loss import cuda_graphs
 from lit_ft.training.loss.router_loss import RouterAuxLoss
-from lit_ft.training.loss.token_cross_entropy import LossOf
 from lit_ft.training.metrics import ExpertLoad, StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers, match_options, optimizer_and_schedules
 from lit_ft.training.optimizers.lost_steps import warn_of_lost_steps
@@ -213,9 +212,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
                 architectures.check_precision(self.spec.base.config, str(self._trainer.precision))
                 if self.spec.cuda_graphs:
                     cuda_graphs.check_strategy(self._trainer.strategy)
-            first_batches = partial(batches_for_init, self._trainer, self.init_rows)
-            of_run = self.start, self._device_of_run(), first_batches
-            self._packed, self.start = self.spec.build(*of_run, self._loss_before_training)
+            of_init = partial(batches_for_init, self._trainer, self.init_rows), self._initial_loss
+            self._packed, self.start = self.spec.build(self.start, self._device_of_run(), *of_init)
             self.model = self._packed.model
             if self._trainer is not None and self._trainer.precision == "64-true":
                 self.model.double()  # Lightning does so after it has read a checkpoint's weights into these
@@ -242,10 +240,6 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
         return self._packed.token_loss(hidden, batch)
-
-    def _loss_before_training(self, batch: PackedBatch) -> LossOf | None:
-        """Loss of a batch, for inits that look at gradients; None is the sum of the tokens' cross-entropy."""
-        return None
 
     # --- optimize --------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class PreferenceLM(CausalLM):
             return super().token_loss(hidden, batch)
         return self._packed.token_loss(hidden, batch, loss_of_pairs(self.objective, batch))
 
-    def _loss_before_training(self, batch: PackedBatch) -> LossOf | None:
+    def _initial_loss(self, batch: PackedBatch) -> LossOf | None:
         return loss_before_training(self.objective, batch)
 
     def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:

@@ -15,6 +15,7 @@ from lit_ft import process
 from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
+from lit_ft.training.loss.token_cross_entropy import LossOf
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, StageMetrics
 from lit_ft.training.steps.given_weights import GivenWeightsModule
@@ -61,6 +62,10 @@ class TrainingStepsModule(GivenWeightsModule, GuardedStepsModule):
         if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
             self._log_step()
         return loss
+
+    def _initial_loss(self, batch: PackedBatch) -> LossOf | None:
+        """Loss of a batch, for inits that look at gradients; None is the sum of the tokens' cross-entropy."""
+        return None
 
     def _record(self, record: Callable[..., None], result: TokenLoss, batch: PackedBatch) -> None:
         of_samples = batch["sample_targets"], batch["sample_sources"]
