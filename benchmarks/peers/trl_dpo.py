@@ -1,7 +1,5 @@
 """TRL's ``DPOTrainer``. Options: any of ``DPOConfig``, and ``adapter``. Rows: texts of prompt, chosen, rejected."""
 
-# mypy: disable-error-code="import-not-found"
-
 from typing import Any
 
 from datasets import Dataset

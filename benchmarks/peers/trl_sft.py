@@ -1,7 +1,5 @@
 """TRL's ``SFTTrainer``. Options: any argument of ``SFTConfig``, and ``weights`` (dtype)."""
 
-# mypy: disable-error-code="import-not-found"
-
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
