@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_ft.errors import RecipeError, check_types
+from lit_ft.internals.lightning import gives_weights_back
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, GivesPairs
@@ -103,6 +104,12 @@ class PreferenceLM(CausalLM):
     def on_train_start(self) -> None:
         """Compute the reference's log-probabilities, unless a checkpoint has them."""
         super().on_train_start()
+        if self.objective.needs_reference and gives_weights_back(self.trainer.strategy):
+            rank_zero_warn(
+                "trainer.strategy: the processes that it starts give back the trained weights, and not the reference; "
+                "`validate` of this module would take the trained weights for it. Read the validation of the fit, or "
+                "give `validate` a new module and a checkpoint"
+            )
         self._prepare_reference("train")
         if self.trainer.limit_val_batches:  # Lightning may open the data only epochs later, with other weights
             self._prepare_reference("val")

@@ -1,6 +1,7 @@
 """Every strategy computes the loss of pairs, and their reference, as one process does; also after a resume."""
 
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -8,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_strategies import assert_same
-from preference_pairs import fit, write_pairs
+from compared_strategies import assert_same, sgd
+from lightning.pytorch import Callback
+from preference_pairs import LORA, data_of, fit, write_pairs
 from ranks import LiveRanks
 
-from lit_ft import DPO
+from lit_ft import DPO, PreferenceLM
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("preference")]  # its tests share ranks and fits
@@ -85,3 +87,28 @@ def test_a_resumed_run_has_the_reference_of_its_beginning(
     (steps, same, _), *_ = ranks({"resume": how["save"]}, name)
     assert steps == one[3:]
     assert same == means
+
+
+class KeepWarnings(Callback):
+    """Callback that writes warnings of a process which Lightning starts to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_start(self, *_: Any) -> None:
+        def write(message: Warning | str, *_: Any, **__: Any) -> None:
+            with self.path.open("a") as file:
+                file.write(f"{message}\n")
+
+        warnings.showwarning = write
+
+
+def test_processes_of_a_notebook_say_that_they_keep_the_reference(
+    make_trainer: Any, model_folder: str, pairs: str, tmp_path: Path
+) -> None:
+    module = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
+    keep = KeepWarnings(tmp_path / "warnings.txt")
+    trainer = make_trainer(max_steps=2, strategy="ddp_notebook", devices=2, callbacks=[keep])
+    trainer.fit(module, data_of(pairs, val_path=None))
+    assert any(weight.any() for name, weight in module.trainable_parameters().items() if "lora_B" in name)
+    assert keep.path.read_text().count("give back the trained weights, and not the reference") == 1
