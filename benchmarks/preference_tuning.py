@@ -1,7 +1,7 @@
 """Preference tuning beside TRL's DPOTrainer: the same losses, and what they take in time and memory.
 
     python -m benchmarks.peers.environments --root ENVIRONMENTS trl
-    python -m benchmarks.preferences --environments ENVIRONMENTS --shape 0.1b --rounds 3
+    python -m benchmarks.preference_tuning --environments ENVIRONMENTS --shape 0.1b --rounds 3
 
 DPO of one adapter (LoRA on all linear layers) in float32, on pairs of texts made from alpaca-style rows: the chosen
 answer is the row's own, the rejected one that of the next row. Time is that from the beginning of training, the

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import preferences
+from benchmarks import preference_tuning
 from benchmarks.peers import lit_ft_dpo
 
 
@@ -18,14 +18,14 @@ def test_a_run_and_its_row_of_the_table(tmp_path: Path) -> None:
         micro_batch_size=2,
         max_length=64,
     )
-    job = preferences.prepare(tmp_path, options)
+    job = preference_tuning.prepare(tmp_path, options)
     job = replace(job, folder=str(tmp_path), options={"adapter": str(tmp_path / "adapter"), "epochs": 2})
     measured = lit_ft_dpo.run(job)
     assert len(measured.losses) == 6
     assert measured.losses[0] == pytest.approx(0.6931, abs=1e-4)
     assert len(measured.ends) == 7  # the beginning, and the ends of the steps
     found = {"ends": measured.ends, "peak_memory_bytes": 2**30, "losses": measured.losses}
-    row = preferences.row_of("lit_ft", [found, found], measured.losses, pairs=12)
+    row = preference_tuning.row_of("lit_ft", [found, found], measured.losses, pairs=12)
     assert row.startswith("| lit_ft | ")
     assert row.endswith("| 1,024 MiB | 0e+00 |")
-    assert "ended" in preferences.row_of("TRL", [found, {"error": "ended"}], measured.losses, pairs=12)
+    assert "ended" in preference_tuning.row_of("TRL", [found, {"error": "ended"}], measured.losses, pairs=12)
