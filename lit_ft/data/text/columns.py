@@ -70,8 +70,8 @@ def refuse_preferences(row: RawRow, complete: str | None) -> None:
     mark = next((name for name in _GOOD_OR_BAD if isinstance(row.get(name), bool)), None)
     if mark is not None and complete not in (None, "completion", "tokenized"):
         raise BadRow(
-            f"is preference data ({mark!r} says whether the answer is a good one), and lit_ft trains supervised data, "
-            f"on bad answers too; keep the rows whose {mark} is true, without that column"
+            f"is preference data ({mark!r} says whether the answer is a good one), which no objective here reads, so "
+            f"that bad answers would be trained on too; keep the rows whose {mark} is true, without that column"
         )
     if not set(PREFERENCE) <= row.keys():
         return
