@@ -318,6 +318,16 @@ def test_hold_out_and_several_sources(write_rows: Any) -> None:
     assert data.splits.longest_sample == max(longest)
 
 
+def test_pairs_of_one_prompt_are_all_trained_on_or_all_held_out(write_rows: Any) -> None:
+    rows = [pair_of(answer, answer + 1, prompt) for prompt in range(1, 6) for answer in range(1, 4)]
+    data = load(write_rows, rows, val_fraction=0.4)
+    train, val = ([row // 3 for row in data.splits[name].rows.tolist()] for name in ("train", "val"))
+    assert (len(train), len(val)) == (9, 6)
+    assert not set(train) & set(val)
+    with pytest.raises(RecipeError, match="val_fraction=0.4 of 1 different prompts of"):
+        load(write_rows, rows[:3], val_fraction=0.4)
+
+
 @pytest.mark.parametrize("name", ["bare texts", "one message each", "alpaca", "Axolotl", "ms-swift", "sharegpt"])
 def test_questions_and_prompts_have_the_chosen_answer(name: str, write_rows: Any) -> None:
     row, tokenizer = SHAPES[name][0], make_tokenizer()

@@ -42,6 +42,16 @@ class TokenArrays:
         """``(samples,)``, uint64, equal for samples of equal ids and labels; they are computed once."""
         return np.array([_digest(self.ids[a:b], self.labels[a:b]) for a, b in self.offsets.tolist()], dtype=np.uint64)
 
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """``(samples,)``, uint64, equal for samples that no split parts: equal ones, and pairs of one prompt."""
+        if self.chosen is None:
+            return self.digests
+        ends = (self.offsets[:, 0] + self.chosen).tolist()
+        halves = [(start, self.labels[start:end]) for start, end in zip(self.offsets[:, 0].tolist(), ends, strict=True)]
+        prompts = [(start, int(np.argmax(labels != IGNORE_INDEX))) for start, labels in halves]
+        return np.array([_digest(self.ids[a : a + n], self.labels[a : a + n]) for a, n in prompts], dtype=np.uint64)
+
     def conversations(self, index: np.ndarray) -> np.ndarray:
         """Begin and end of each of some samples, ``(conversations, 2)``, int64; of a pair those of both halves."""
         if self.chosen is None:
@@ -232,6 +242,10 @@ class Samples:
         """Digest of each sample, ``(samples,)``, uint64; equal for samples of equal ids and labels."""
         return self._gathered([part.digests for part in self.parts], np.uint64)
 
+    def groups(self) -> np.ndarray:
+        """Group of each sample, ``(samples,)``, uint64; no split parts those of one group."""
+        return self._gathered([part.groups for part in self.parts], np.uint64)
+
 
 def join(parts: Sequence[TokenArrays], names: Sequence[str]) -> Samples:
     """Combine all samples of several sources."""
@@ -243,7 +257,9 @@ def join(parts: Sequence[TokenArrays], names: Sequence[str]) -> Samples:
 def held_out_samples(
     samples: Samples, fraction: float, seed: int, paths: Sequence[str]
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Choose a fraction of each source's distinct rows, at least one, for validation; equal rows stay together.
+    """Choose a fraction of each source's distinct rows, at least one, for validation.
+
+    Equal rows stay together, and pairs of one prompt.
 
     Returns:
         Mask of the samples held out, ``(samples,)``, bool; and of each source the rows held out and all its rows.
@@ -251,20 +267,21 @@ def held_out_samples(
     Raises:
         RecipeError: a source has no row left to train on.
     """
-    digests = samples.digests()
+    groups = samples.groups()
     held_out = np.zeros(len(samples), dtype=bool)
     generator = np.random.default_rng(seed)
     counts: list[tuple[int, int]] = []
     for number, path in enumerate(paths):
         mine = np.flatnonzero(samples.source == number)
         rows, first, of_sample = np.unique(samples.rows[mine], return_index=True, return_inverse=True)
-        different, of_row = np.unique(digests[mine][first], return_inverse=True)
+        different, of_row = np.unique(groups[mine][first], return_inverse=True)
         count = max(1, round(len(different) * fraction))
         if count >= len(different):
             advice = "lower it" if len(different) > 1 else "add rows, or set data.val_path in its place"
+            what = "prompts" if samples.has_pairs else "rows"
             raise RecipeError(
-                f"data.val_fraction={fraction} of {len(different)} different rows of {path!r} leaves none to train on; "
-                f"{advice}"
+                f"data.val_fraction={fraction} of {len(different)} different {what} of {path!r} leaves none to train "
+                f"on; {advice}"
             )
         chosen = np.zeros(len(different), dtype=bool)
         chosen[generator.permutation(len(different))[:count]] = True
