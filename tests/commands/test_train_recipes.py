@@ -237,8 +237,9 @@ def test_dpo_learns_which_held_out_answers_are_better(tmp_path: Path) -> None:
     done = run_forked("fit", *configs, *options, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "run" / "metrics.csv").open() as file:
-        accuracy = [float(row["val/reward_accuracy"]) for row in csv.DictReader(file) if row["val/reward_accuracy"]]
-    assert accuracy[-1] > 0.7  # of 12 pairs; 0 before the first step, 0.33 after the first epoch
+        last = [row for row in csv.DictReader(file) if row["val/loss"]][-1]
+    assert float(last["val/loss"]) < 0.65  # log 2 before the first step
+    assert float(last["val/reward_accuracy"]) > 0.5  # of 12 pairs
 
 
 @pytest.mark.parametrize("recipe", ["qwen", "full", "qwen_dpo"])
