@@ -567,7 +567,7 @@ class TextDataModule(LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
         )
-        if split in ("train", "val") and _overfits(trainer):
+        if split in ("train", "val") and _overfits(trainer) and samples is None:  # the share is one of the whole split
             check_overfitted_share(split, len(loader), trainer.overfit_batches)  # type: ignore[attr-defined]
         check_limit("limit_train_batches", limit, len(loader), "micro-batches of an epoch")
         return loader

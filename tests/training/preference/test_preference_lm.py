@@ -178,6 +178,7 @@ def test_a_short_run_computes_the_reference_of_its_own_pairs(
         ({"max_epochs": 2, "check_val_every_n_epoch": 2}, [5, 13]),  # whose first epoch opens no validation data
         ({"max_epochs": 3, "limit_train_batches": 2}, [5, 13]),  # each epoch has others
         ({"max_epochs": 3, "overfit_batches": 2}, [4, 5]),
+        ({"max_epochs": 3, "overfit_batches": 0.5}, [5, 6]),
         ({"max_epochs": 1, "limit_train_batches": 2, "accumulate_grad_batches": 4}, [4, 5]),
         ({"fast_dev_run": 1, "accumulate_grad_batches": 4}, [1, 2]),
     ],
