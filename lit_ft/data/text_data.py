@@ -540,14 +540,14 @@ class TextDataModule(LightningDataModule):
         loader = self._evaluation_loader(split, samples.take(chosen))
         return PairSet(loader, len(loader), torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
 
-    def _evaluation_loader(self, split: str, samples: Samples | None = None) -> PackedBatchLoader:
-        samples = self.splits[split] if samples is None else samples
+    def _evaluation_loader(self, split: str, selected: Samples | None = None) -> PackedBatchLoader:
+        samples = self.splits[split] if selected is None else selected
         # No gradients, no optimizer step: a batch may hold as many samples as fit in the memory of a training batch.
         budget = self.token_budget
         units = None if budget is None else max(budget, int(samples.lengths.max()))
         size = self.micro_batch_size if units is None else 1
         plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.data_parallel(self.trainer).size)
-        return self._loader(split, plan, 1.0, samples=samples)  # only the trainer applies limit_val_batches
+        return self._loader(split, plan, 1.0, selected=selected)  # only the trainer applies limit_val_batches
 
     def _loader(
         self,
@@ -555,11 +555,11 @@ class TextDataModule(LightningDataModule):
         plan: BatchPlan,
         limit: int | float,
         accumulate: Callable[[], int] = _one,
-        samples: Samples | None = None,
+        selected: Samples | None = None,
     ) -> PackedBatchLoader:
         trainer = self._trainer_of_loaders()
         loader = PackedBatchLoader(
-            self.splits[split] if samples is None else samples,
+            self.splits[split] if selected is None else selected,
             plan,
             replica=process.data_parallel(trainer).rank if plan.replicas > 1 else 0,
             accumulate=accumulate,
@@ -567,7 +567,7 @@ class TextDataModule(LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
         )
-        if split in ("train", "val") and _overfits(trainer) and samples is None:  # the share is one of the whole split
+        if split in ("train", "val") and _overfits(trainer) and selected is None:  # a share is one of the whole split
             check_overfitted_share(split, len(loader), trainer.overfit_batches)  # type: ignore[attr-defined]
         check_limit("limit_train_batches", limit, len(loader), "micro-batches of an epoch")
         return loader
