@@ -117,13 +117,12 @@ def convert_data(
             _write_indexed(samples, folder / prefix.name, len(data.splits.tokenizer))
         for file in files:
             (folder / file.name).rename(file)
-    if to == "indexed":
-        masked = int(samples.lengths.sum() - samples.supervised.sum() - len(samples))
-        if masked:
-            rank_zero_info(
-                f"{as_count(masked, 'token')} not supervised; indexed data holds no labels, so that training on it "
-                "supervises them too (--to parquet keeps them apart)"
-            )
+    masked = int(samples.lengths.sum() - samples.supervised.sum() - len(samples))
+    if to == "indexed" and masked:
+        rank_zero_info(
+            f"{as_count(masked, 'token')} not supervised; indexed data holds no labels, so that training on it "
+            "supervises them too (--to parquet keeps them apart)"
+        )
     names = ", ".join(map(str, files))
     rank_zero_info(f"{as_count(len(samples), 'document')}, {as_count(int(samples.lengths.sum()), 'token')}: {names}")
 

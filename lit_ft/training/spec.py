@@ -153,8 +153,7 @@ class TrainingSpec:
             start: init state of an earlier run; None in a new run.
             device: device of the run; None without a trainer.
             batches: function from the model and the name of an init to the training data that the init reads.
-            loss_of: function from a batch to its loss, whose gradients the init may look at; None is the sum of the
-                tokens' cross-entropy.
+            loss_of: gives the loss of a batch whose gradients the init may look at; None is summed cross-entropy.
         """
         self.tuning.check_base(self.base)
         self._check_liger(device)
