@@ -1,9 +1,10 @@
 """Fine-tune Hugging Face causal language models with Lightning.
 
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
-mixture, ``PreferenceLM`` trains on pairs of answers by an objective (``DPO``, ``IPO``, ``SimPO``, ``ORPO``),
-``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers, ``InitialAdamState`` one
-that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a user can correct. LoRA::
+mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on pairs of answers by an objective (``DPO``, ``IPO``,
+``SimPO``, ``ORPO``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers,
+``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a
+user can correct. LoRA::
 
     from lightning.pytorch import Trainer
     from peft import LoraConfig
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lit_ft.training.answer_scores.exact_match import ExactMatch
     from lit_ft.training.answer_scores.rouge_and_bleu import AnswerScores
     from lit_ft.training.causal_lm import CausalLM
+    from lit_ft.training.loss.token_weights import DFT
     from lit_ft.training.optimizers.initial_state import InitialAdamState
     from lit_ft.training.preference.objectives import DPO, IPO, ORPO, SimPO
     from lit_ft.training.preference.preference_lm import PreferenceLM
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 # Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
 __version__ = "0.1.0"
 __all__ = [
+    "DFT",
     "DPO",
     "IPO",
     "ORPO",
@@ -52,6 +55,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "DFT": "lit_ft.training.loss.token_weights",
     "DPO": "lit_ft.training.preference.objectives",
     "IPO": "lit_ft.training.preference.objectives",
     "ORPO": "lit_ft.training.preference.objectives",

@@ -274,6 +274,7 @@ _CLASSES_BELOW = {
     "model.quantization": ("transformers.BitsAndBytesConfig",),
     "model": ("lit_ft.PreferenceLM",),
     "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO"),
+    "model.token_weights": ("lit_ft.DFT",),
 }
 """Classes whose options are looked for where an option is unknown, by the option that takes the class."""
 

@@ -35,6 +35,7 @@ from lit_ft.internals.peft import accept_all_inits
 from lit_ft.recipe import allowed_code
 from lit_ft.recipe.parse_errors import explain
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.training.preference.objectives import Objective
 
 DEFAULT_CLASSES: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
@@ -58,6 +59,7 @@ KINDS: tuple[type, ...] = (
     Profiler,
     QuantizationConfigMixin,
     Strategy,
+    TokenWeights,
 )
 """Base classes that a recipe may build from the allowed packages, with dataclasses; others may run their arguments."""
 

@@ -37,6 +37,7 @@ from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.float32 import tensors
 from lit_ft.training.loss import cuda_graphs
 from lit_ft.training.loss.router_loss import RouterAuxLoss
+from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.training.metrics import ExpertLoad, StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers, match_options, optimizer_and_schedules
 from lit_ft.training.optimizers.lost_steps import warn_of_lost_steps
@@ -59,8 +60,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, means over supervised tokens (train: of one optimizer
     step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where the data has several sources,
     ``train/grad_norm``, ``train/learning_rate``, ``train/router_aux_loss`` (without its factor),
-    ``train/padding_share`` with ``pad_rows_to``, and ``train/expert_load_max_over_mean``, of each layer and the largest
-    of all, where the model has experts (``metrics.ExpertLoad``).
+    ``train/padding_share`` with ``pad_rows_to``, ``train/cross_entropy`` with ``token_weights``, and
+    ``train/expert_load_max_over_mean``, of each layer and the largest of all, with experts (``metrics.ExpertLoad``).
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
         init_rows: int = lora_init.DEFAULT_ROWS,
         neftune_alpha: float | None = None,
         router_aux_loss: RouterAuxLoss = None,
+        token_weights: TokenWeights | None = None,
         max_new_tokens: int = 256,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -131,12 +133,12 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
             init_rows: micro-batches of training data that inits of LoRA look at (EVA, CorDA, LoRA-GA).
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             router_aux_loss: factor on the loss that keeps the experts of a mixture-of-experts model equally busy, or
-                config, its router_aux_loss_coef; null leaves the loss out. Each micro-batch has that of all its tokens,
-                as transformers computes it; in an optimizer step micro-batches count by their supervised tokens (or
-                pairs). train/loss is without it.
+                config, its router_aux_loss_coef; null leaves it out. Each micro-batch has that of all its tokens, as
+                transformers does; micro-batches count by their supervised tokens, or pairs. train/loss is without it.
+            token_weights: weights of tokens in the training loss by class_path: lit_ft.DFT weighs a token by its
+                probability (Wu et al. 2025, arXiv:2508.05629); null weighs all alike.
             max_new_tokens: longest answer of `predict`, in tokens.
-            optimizer: makes the optimizer from the trainable parameters; a recipe gives it at the top level.
-                null is AdamW with a learning rate of 1e-4.
+            optimizer: of the trainable parameters; a recipe gives it at the top level; null is AdamW with lr 1e-4.
             lr_scheduler: makes the schedule from the optimizer; a recipe gives it at the top level.
             adapter: folder of an adapter that was trained before, here or by another trainer, to go on with; it has its
                 config, so that peft is null.
@@ -151,7 +153,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
         tuning = TuningSpec.of(peft, adapter_dtype, trainable, adapter)
         lora_init.check_rows(init_rows, tuning.peft)
         passes = gradient_checkpointing, activation_offload, compile, pad_rows_to, cuda_graphs, liger, fused_lora
-        self.spec = TrainingSpec(base, tuning, *passes, neftune_alpha, router_aux_loss)
+        self.spec = TrainingSpec(base, tuning, *passes, neftune_alpha, router_aux_loss, token_weights)
         self.init_rows, self.max_new_tokens = init_rows, max_new_tokens
         self.lr_factors, self.no_weight_decay = lr_factors or {}, no_weight_decay or []
         self.optimizer, self.lr_scheduler = optimizer or partial(torch.optim.AdamW, lr=1e-4), lr_scheduler
@@ -163,7 +165,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
         self.expert_notes: list[str] = []
         """Lines about experts and routers, once the model is built; none for a dense model."""
         self._is_checked = False
-        self.train_metrics = StageMetrics(has_router_loss=router_aux_loss is not None)
+        self.train_metrics = StageMetrics.of_training(token_weights, has_router_loss=router_aux_loss is not None)
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
     # --- configure -------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
 
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
-        return self._packed.token_loss(hidden, batch)
+        return self._packed.token_loss(hidden, batch, self.spec.token_weights if self.training else None)
 
     # --- optimize --------------------------------------------------------------------------------
 
@@ -294,8 +296,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
             NotFinite: a weight is not finite.
         """
         assert isinstance(self.model, PeftModel), "the model has an adapter"
-        has_own_embeddings = bool(self.spec.base.added_ids)
-        adapter_files.save(self.model, self.check, self.start, has_own_embeddings, folder, state_dict)
+        adapter_files.save(self.model, self.check, self.start, bool(self.spec.base.added_ids), folder, state_dict)
         if self.base_fingerprint is not None:
             write_fingerprint(self.base_fingerprint, folder, self.spec.base.form())
 

@@ -150,6 +150,8 @@ def describe_model(module: CausalLM) -> str:
     dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     start = "" if base.init == "pretrained" else " (random weights)"
     objective = f" by {module.objective!r}" if isinstance(module, LearnsPreferences) else ""
+    if (weights := module.spec.token_weights) is not None:
+        objective = f", tokens weighted by {weights!r}"
     return (
         f"{module.spec.tuning.method} of {base.pretrained}{start}{objective}: {count:,} of {total:,} parameters "
         f"({count / total:.2%}), {dtypes}, attention {attention_implementation(module.base_model.config)}"

@@ -15,6 +15,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals import torch as torch_internals
 from lit_ft.internals.transformers import GroupedExperts
 from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
+from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.tuning.targets.experts import ExpertLayer, expert_layers
 
 
@@ -24,8 +25,9 @@ def metric_names(split: str, measured: Sequence[str]) -> list[str]:
     ``measured`` is what it measures besides its loss, ``CausalLM.measured``.
     """
     names = [f"{split}/{name}" for name in ("loss", *measured, "router_aux_loss")]
-    of_steps = ["learning_rate", "grad_norm", "regularization", "expert_load_max_over_mean", "padding_share"]
-    return [*names, *(f"train/{name}" for name in of_steps)] if split == "train" else names
+    of_steps = "learning_rate", "grad_norm", "cross_entropy", "regularization"
+    of_some = "expert_load_max_over_mean", "padding_share"
+    return [*names, *(f"train/{name}" for name in (*of_steps, *of_some))] if split == "train" else names
 
 
 def gather(state: Tensor, group: distributed.ProcessGroup | None = None) -> list[Tensor]:
@@ -214,6 +216,11 @@ class StageMetrics(nn.Module):
         self.on_bar: dict[str, Tensor] = {}
         """What ``shown`` names, of the last ``log``."""
 
+    @staticmethod
+    def of_training(weights: TokenWeights | None, has_router_loss: bool) -> "StageMetrics":
+        """Metrics of training, whose loss may weigh tokens."""
+        return StageMetrics(has_router_loss) if weights is None else WeightedMetrics(weights, has_router_loss)
+
     def add(self, result: TokenLoss, batch: PackedBatch) -> None:
         """Add a packed batch.
 
@@ -278,3 +285,23 @@ class StageMetrics(nn.Module):
             metric.reset()  # type: ignore[operator]
         self._present = set()
         return loss
+
+
+class WeightedMetrics(StageMetrics):
+    """The same of a training whose tokens have weights in the loss, and the mean of their cross-entropy itself."""
+
+    def __init__(self, weights: TokenWeights, has_router_loss: bool = False) -> None:
+        super().__init__(has_router_loss)
+        self.weights = weights
+        self.cross_entropy = TokenMean()
+
+    def _add_further(
+        self, result: TokenLoss, batch: PackedBatch
+    ) -> tuple[Tensor, Literal["target_sources", "pair_sources"]]:
+        per_token, of_source = super()._add_further(result, batch)
+        self.cross_entropy.update(per_token.sum(), len(batch["targets"]))
+        return self.weights.of(per_token) * per_token, of_source
+
+    def _further_means(self, loss: Tensor) -> dict[str, Tensor]:
+        cross_entropy = self.cross_entropy.compute()
+        return {"cross_entropy": cross_entropy, **super()._further_means(cross_entropy)}

@@ -23,12 +23,13 @@ from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.files.fingerprint import Fingerprint
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.spec import ModelSpec
-from lit_ft.packed_batch import PackedBatch
+from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.float32 import products, tensors
 from lit_ft.training.loss import cuda_graphs, router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_cross_entropy import LossOf
+from lit_ft.training.loss.token_weights import TokenWeights, check_token_weights
 from lit_ft.tuning import compatibility, lora_init, untrained_ends
 from lit_ft.tuning.lora import fused_lora
 from lit_ft.tuning.lora_init import LoraInitState
@@ -55,6 +56,7 @@ class TrainingSpec:
     fused_lora: bool = True
     neftune_alpha: float | None = None
     router_aux_loss: router_loss.RouterAuxLoss = None
+    token_weights: TokenWeights | None = None
 
     def __post_init__(self) -> None:
         peft = self.tuning.peft
@@ -72,6 +74,8 @@ class TrainingSpec:
             raise RecipeError(
                 f"model.neftune_alpha={self.neftune_alpha} must be above 0 and finite, e.g. 5; null adds no noise"
             )
+        if self.token_weights is not None:
+            check_token_weights(self.token_weights)
         compiled_layers.check(self.compile)
         cuda_graphs.check(
             self.cuda_graphs,
@@ -174,7 +178,10 @@ class TrainingSpec:
         # Some models draw while they are built, though not where they are built without memory for weights.
         process.seed_torch(process.seed())
         before = PackedForward(base, self.activation_offload, self.router_aux_loss)
-        for_init = lambda batch: before.token_loss(before.hidden_states(batch), batch, loss_of(batch))  # noqa: E731
+
+        def for_init(batch: PackedBatch) -> TokenLoss:
+            return before.token_loss(before.hidden_states(batch), batch, loss_of(batch) or self.token_weights)
+
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         if (tokenizer := self.base.tokenizer_in_use) is not None:
             untrained_ends.warn(base, tokenizer)

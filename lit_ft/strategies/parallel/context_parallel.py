@@ -54,13 +54,13 @@ class ContextParallel:
     def full_loss(self, result: TokenLoss, batch: PackedBatch) -> TokenLoss:
         """Loss of the full packed batch, from that of this rank's tokens (``local_tokens``); a collective."""
         is_local = batch["is_local"]
-        summed = result.per_token.new_zeros(1 + len(is_local))  # fp32, whatever precision makes the default
-        summed[0] = result.correct
-        summed[1:][is_local] = result.per_token
+        summed = result.per_token.new_zeros(2 + len(is_local))  # fp32, whatever precision makes the default
+        summed[0], summed[1] = result.correct, result.loss_sum.detach()
+        summed[2:][is_local] = result.per_token
         dist.all_reduce(summed, group=self.mesh.get_group())
         # The loss of pairs is that of all tokens already: it is no sum over tokens.
-        total = result.loss_sum.detach() if "pairs" in batch else summed[1:].sum()
-        return TokenLoss(_Sum.apply(result.loss_sum, total, self.size), summed[0].long(), summed[1:])
+        total = result.loss_sum.detach() if "pairs" in batch else summed[1]
+        return TokenLoss(_Sum.apply(result.loss_sum, total, self.size), summed[0].long(), summed[2:])
 
 
 class _SumContext(FunctionCtx):

@@ -24,6 +24,7 @@ from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pad_to_
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.cuda_graphs import DecoderGraphs, check_attention
 from lit_ft.training.loss.token_cross_entropy import LossOf, token_cross_entropy, tokens_per_chunk
+from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.tuning import prompt_learning
 
@@ -142,10 +143,10 @@ class PackedForward:
         self.computed_tokens, self.padding_tokens = 0, 0
         return share
 
-    def token_loss(self, hidden: Tensor, batch: PackedBatch, loss_of: LossOf | None = None) -> TokenLoss:
+    def token_loss(self, hidden: Tensor, batch: PackedBatch, loss_of: LossOf | TokenWeights | None = None) -> TokenLoss:
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``.
 
-        ``loss_of`` is a loss of the tokens' cross-entropy in place of its sum.
+        ``loss_of`` is a loss of the tokens' cross-entropy in place of its sum, or weights of the tokens in it.
         """
         head = self.base.get_output_embeddings()
         return token_cross_entropy(

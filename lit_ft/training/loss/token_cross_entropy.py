@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
 from lit_ft.packed_batch import TokenLoss
+from lit_ft.training.loss.token_weights import TokenWeights
 
 LOGITS_PER_CHUNK = 2**26
 """Largest number of logits in memory at once: 441 tokens of a 151,936-token vocabulary, 256 MiB in fp32."""
@@ -53,9 +54,9 @@ def token_cross_entropy(
     chunk_tokens: int,
     head_parameters: Sequence[Tensor] = (),
     is_compiled: bool = False,
-    loss_of: LossOf | None = None,
+    loss_of: LossOf | TokenWeights | None = None,
 ) -> TokenLoss:
-    """Sum of the cross-entropy over supervised tokens, or another loss of them, chunk by chunk.
+    """Sum of the cross-entropy over supervised tokens, weighted or not, or another loss of them, chunk by chunk.
 
     The gradient of each chunk is computed at once, in the forward pass, so that its logits are freed
     before the next chunk and the head is not computed a second time in the backward pass. (The idea
@@ -73,7 +74,7 @@ def token_cross_entropy(
         chunk_tokens: number of supervised tokens whose logits are in memory at once.
         head_parameters: parameters of the head; trainable ones get their gradients through the result.
         is_compiled: whether torch.compile fuses what follows the head on CUDA.
-        loss_of: loss in place of the sum.
+        loss_of: loss in place of the sum, or weights of the tokens in it.
 
     Raises:
         ValueError: ``hidden`` and ``targets`` disagree in length.
@@ -103,13 +104,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk_tokens: int,
         from_logits: FromLogits,
-        loss_of: LossOf | None,
+        loss_of: LossOf | TokenWeights | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         chunks = _Chunks(hidden, head, targets, chunk_tokens, from_logits)
-        if loss_of is None:
-            per_token, correct, of_hidden, of_parameters = chunks.compute(parameters)
-            loss = per_token.sum()
+        if loss_of is None or isinstance(loss_of, TokenWeights):
+            per_token, correct, of_hidden, of_parameters = chunks.compute(parameters, loss_of)
+            loss = (per_token if loss_of is None else loss_of.of(per_token) * per_token).sum()
         elif parameters:
             per_token, correct, _, _ = chunks.compute(None)
             loss, weights = loss_of(per_token, True)
@@ -142,13 +143,13 @@ class _Chunks(NamedTuple):
     from_logits: FromLogits
 
     def compute(
-        self, parameters: Sequence[Tensor] | None, weights: Tensor | None = None
+        self, parameters: Sequence[Tensor] | None, weights: Tensor | TokenWeights | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Loss of each token, number of right predictions, and gradients of the weighted sum of losses.
 
         Args:
             parameters: parameters of the head that train; None computes no gradient at all.
-            weights: factor on the loss of each token, ``(n,)``; None is 1 for all.
+            weights: factor on the loss of each token, ``(n,)``, or what gives them; None is 1 for all.
 
         Returns:
             Losses ``(n,)``, the number, the gradient of the hidden states if they need one, and of the parameters.
@@ -162,7 +163,7 @@ class _Chunks(NamedTuple):
             chunk = slice(start, start + self.chunk_tokens)
             part = self.hidden[chunk].detach().requires_grad_(needs_hidden)
             inputs = [part, *trains] if needs_hidden else [*trains]
-            weight = None if weights is None else weights[chunk]
+            weight = weights[chunk] if isinstance(weights, Tensor) else weights
             losses, right, grads = _chunk_loss(self.head, part, self.targets[chunk], inputs, self.from_logits, weight)
             per_token[chunk] = losses
             correct += right
@@ -181,7 +182,7 @@ def _chunk_loss(
     targets: Tensor,
     inputs: Sequence[Tensor],
     from_logits: FromLogits,
-    weights: Tensor | None = None,
+    weights: Tensor | TokenWeights | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Loss of each token, number of correct predictions, and gradients of the weighted sum; logits are then freed.
 
@@ -196,7 +197,7 @@ def _chunk_loss(
     made_by = get_gradient_edge(logits) if inputs else None
     losses, right, of_logits = from_logits(logits.detach(), targets, bool(inputs))
     if of_logits is not None and weights is not None:
-        of_logits *= weights[:, None]
+        of_logits *= _factors(weights, losses)[:, None]
     grads = () if made_by is None else torch.autograd.grad(made_by, inputs, of_logits, allow_unused=True)
     return losses, right, grads
 
@@ -235,18 +236,22 @@ def _compiled() -> FromLogits:
     return torch.compile(_in_one_expression, dynamic=True, fullgraph=True)
 
 
+def _factors(weights: Tensor | TokenWeights, losses: Tensor) -> Tensor:
+    return weights if isinstance(weights, Tensor) else weights.of(losses)
+
+
 def _split_loss(
-    logits: DTensor, targets: Tensor, inputs: Sequence[Tensor], weights: Tensor | None
+    logits: DTensor, targets: Tensor, inputs: Sequence[Tensor], weights: Tensor | TokenWeights | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """``_chunk_loss`` of logits that tensor parallelism has sharded along the vocabulary."""
     with torch.set_grad_enabled(bool(inputs)), loss_parallel():
         losses = cross_entropy(logits.float(), targets, reduction="none")
-        weighted = losses
+        weighted, whole = losses, full_tensor(losses).detach()
         if weights is not None:
-            mesh = logits.device_mesh
-            weighted = losses * DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            factors, mesh = _factors(weights, whole), logits.device_mesh
+            weighted = losses * DTensor.from_local(factors, mesh, [Replicate()] * mesh.ndim, run_check=False)
         grads = torch.autograd.grad(weighted.sum(), inputs, allow_unused=True) if inputs else ()
-    return full_tensor(losses), (_most_likely(logits) == targets).sum(), grads
+    return whole, (_most_likely(logits) == targets).sum(), grads
 
 
 def _most_likely(logits: DTensor) -> Tensor:

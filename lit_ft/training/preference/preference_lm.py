@@ -44,6 +44,11 @@ class PreferenceLM(CausalLM):
         """
         check_types("model", PreferenceLM.__init__, {"objective": objective})
         super().__init__(pretrained, **kwargs)
+        if self.spec.token_weights is not None:
+            raise RecipeError(
+                f"model.token_weights={self.spec.token_weights!r} with {type(self).__name__}, where the loss of a pair "
+                "is the objective's; leave token_weights out"
+            )
         self.objective = objective or DPO()
         check_objective(self.objective)
         has_router_loss = self.spec.router_aux_loss is not None
