@@ -75,7 +75,7 @@ class AnsweringModule(LightningModule):
         encoded = [np.array(self.tokenizer(text)["input_ids"]) for text in texts]
         # One pass for any number of texts: ranks with shards of the weights wait for each other in each.
         batch = move_data_to_device(pack_samples([(ids, ids) for ids in encoded]), self.device)
-        return self(batch).loss_sum, len(batch["targets"])
+        return self(batch).per_token.sum(), len(batch["targets"])
 
     def predict_step(self, batch: Sequence[Question], batch_idx: int) -> list[Answer]:
         """Answer the questions of a batch, as ``sampling`` says."""
