@@ -246,12 +246,12 @@ def _place_of(option: str) -> str | None:
 def class_with(option: str, key: str) -> str | None:
     """First of the classes for ``key`` that has an option of this name; None where none has."""
     for module, _, name in (class_path.rpartition(".") for class_path in _CLASSES_BELOW.get(key, ())):
-        if option in _options_of(getattr(import_module(module), name)):
+        if option in options_of_class(getattr(import_module(module), name)):
             return f"{module}.{name}"
     return None
 
 
-def _options_of(cls: type) -> set[str]:
+def options_of_class(cls: type) -> set[str]:
     """Names of a class's options, with those of the bases to which it hands on what it does not name."""
     names: set[str] = set()
     for base in cls.__mro__:
