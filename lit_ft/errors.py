@@ -4,7 +4,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
+from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -176,6 +179,24 @@ def check_types(where: str, made: Callable[..., object], values: Mapping[str, ob
     for name, hint in get_type_hints(made).items():
         if name != "return" and name in values and not _fits(values[name], hint):
             raise RecipeError(f"{where}.{name}{_described(values[name], _expected(hint))}")
+        if isinstance(given := values.get(name), partial):
+            check_keywords(name, given)
+
+
+def check_keywords(option: str, given: partial[object]) -> None:
+    """Refuse names that the class or function of a ``functools.partial`` does not take, before it is called.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    parameters = signature(given.func).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in given.keywords:
+        if name not in parameters:
+            near = get_close_matches(name, parameters, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(parameters)}"
+            raise RecipeError(f"{option}: {getattr(given.func, '__name__', given.func)} has no {name!r}; {advice}")
 
 
 def check_counts(where: str, **counts: int | None) -> None:

@@ -210,8 +210,10 @@ def pad_to_multiple(batch: PackedBatch, of: int) -> PackedBatch:
     }
 
 
-def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
+def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor], vocabulary: int | None = None) -> PackedBatch:
     """Pack a padded batch, see ``from_padded``; return a packed one unchanged.
+
+    ``vocabulary`` is the number of the model's embeddings, below which all ids must be.
 
     Raises:
         RecipeError: it is no such batch.
@@ -235,11 +237,15 @@ def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
     if len(set(shapes.values())) > 1 or padded["input_ids"].dim() != 2:
         given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise RecipeError(f"data: a batch has {given}; each must be of one shape, (samples, length)")
-    return from_padded(**tensors)
+    return from_padded(**tensors, vocabulary=vocabulary)
 
 
 def from_padded(
-    input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    input_ids: Tensor,
+    labels: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    vocabulary: int | None = None,
 ) -> PackedBatch:
     """Convert a padded batch in Hugging Face's convention to a packed batch; padding is removed.
 
@@ -249,13 +255,18 @@ def from_padded(
         attention_mask: ``(samples, length)``, 1 on real tokens; None when nothing is padded.
         position_ids: ``(samples, length)``: where they begin at 0 again within a row, it holds several samples.
 
+        vocabulary: number of the model's embeddings; None compares no ids with it.
+
     Raises:
-        RecipeError: positions are not those that the samples would have without them.
+        RecipeError: positions are not those that the samples would have without them, or an id is outside of the
+            vocabulary.
     """
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     real = keep.bool().cpu().numpy()
     ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
     rows = [(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()]
+    if vocabulary is not None:
+        _check_ids(rows, vocabulary)
     if position_ids is not None:
         positions = position_ids.cpu().numpy()
         of_rows = [positions[i][real[i]] for i in range(len(ids)) if real[i].any()]
@@ -264,6 +275,17 @@ def from_padded(
     for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
         batch[name] = batch[name].to(input_ids.device)
     return batch
+
+
+def _check_ids(rows: Sequence[tuple[np.ndarray, np.ndarray]], vocabulary: int) -> None:
+    for ids, labels in rows:
+        for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
+            if len(values) and not 0 <= values.min() <= values.max() < vocabulary:
+                raise RecipeError(
+                    f"data: {name} of a batch reach from {values.min()} to {values.max()}, and the model has the ids 0 "
+                    f"to {vocabulary - 1}; tokenize with the tokenizer of the model, and give {IGNORE_INDEX} as the "
+                    "label of what is not supervised"
+                )
 
 
 def _samples_of_row(ids: np.ndarray, labels: np.ndarray, positions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

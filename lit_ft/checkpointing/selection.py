@@ -104,11 +104,22 @@ def check_resumable(path: Path) -> None:
         RecipeError: it holds weights alone.
     """
     if position_of(path) is None:
-        raise RecipeError(
-            f"ckpt_path={str(path)!r} holds weights alone (save_weights_only of a ModelCheckpoint), and no run goes on "
-            "from these; take --ckpt_path last, or start a new run from its export (--model.adapter or "
-            "--model.pretrained)"
-        )
+        raise weights_alone(str(path))
+
+
+def has_training_state(content: Checkpoint) -> bool:
+    """Whether a checkpoint holds what a fit goes on with, besides weights."""
+    return "loops" in content and "optimizer_states" in content  # Lightning saves loops with weights alone too
+
+
+def weights_alone(path: str) -> RecipeError:
+    """Error about a checkpoint of weights alone from which a run is to go on."""
+    return RecipeError(
+        f"ckpt_path={path!r} holds weights alone (save_weights_only of a ModelCheckpoint, weights_only of "
+        "save_checkpoint), no optimizer's state, and no run goes on from these; take --ckpt_path last, or start a new "
+        "run from its export (--model.adapter or --model.pretrained), in Python from module.load_state_dict("
+        "torch.load(FILE)['state_dict'], strict=False)"
+    )
 
 
 POSITIONS = ("epoch", "step")
@@ -223,7 +234,7 @@ def _read_header(path: Path, identity: Identity) -> _Header:
 
 
 def _position_in(path: Path, content: Checkpoint) -> Position | None:
-    if "loops" not in content or "optimizer_states" not in content:  # Lightning saves loops with weights alone too
+    if not has_training_state(content):
         return None
     session, step, epoch = (int(content.get(key, 0)) for key in (SESSION, "global_step", "epoch"))
     return Position(session, step, epoch, is_last=path.name.lstrip(".").startswith("last"))

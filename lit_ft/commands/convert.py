@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -81,6 +83,7 @@ def convert_data(
     out: str,
     to: Literal["indexed", "parquet"] = "indexed",
     format: FormatName = "auto",
+    columns: dict[str, str] | None = None,
     system: str | None = None,
     chat_template: str | None = None,
     supervise: Supervise = "assistant",
@@ -93,6 +96,8 @@ def convert_data(
         out: path of OUT.bin and OUT.idx, or of OUT.parquet, without the suffix.
         to: output format: indexed (Megatron's, token ids only) or parquet (input_ids and labels).
         format: format of the rows; auto chooses by the columns of the first row.
+        columns: column names of the data, by the names that the format needs, e.g. {instruction: question, output:
+            answer}.
         system: system prompt for conversations that have none.
         chat_template: replacement for the tokenizer's chat template: Jinja text, a file of it, or a built-in name.
         supervise: supervised tokens: assistant, last or all.
@@ -101,14 +106,10 @@ def convert_data(
     files = [Path(f"{prefix}{suffix}") for suffix in ((".parquet",) if to == "parquet" else (".bin", ".idx"))]
     if existing := [str(file) for file in files if file.exists()]:
         raise RecipeError(f"out={out!r}: {existing[0]} exists, and is not overwritten; name another, or remove it")
-    data = TextDataModule(
-        path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None
-    )
-    if data.has_pairs:
-        raise RecipeError("format=preference holds pairs of answers, for which no output has a place; leave it out")
-    skips = option_called(MAY_BE_SKIPPED, "; correct the row, or remove it")
-    with skips, option_called("model.pretrained", "--tokenizer"), option_called("data.s", "--s"):
-        data.load(load_tokenizer(tokenizer))
+    with _data_options_called():
+        of_rows = partial(TextDataModule, path, format=format, columns=columns, system=system)
+        data = of_rows(chat_template=chat_template, supervise=supervise, max_length=None)
+        _read(data, tokenizer)
     samples = data.splits["train"]
     with _folder_beside(prefix) as folder:
         if to == "parquet":
@@ -125,6 +126,29 @@ def convert_data(
         )
     names = ", ".join(map(str, files))
     rank_zero_info(f"{as_count(len(samples), 'document')}, {as_count(int(samples.lengths.sum()), 'token')}: {names}")
+
+
+def _read(data: TextDataModule, tokenizer: str) -> None:
+    """Tokenize data of which an output has all."""
+    if data.has_pairs:
+        raise RecipeError("format=preference holds pairs of answers, for which no output has a place; leave it out")
+    with option_called("model.pretrained", "--tokenizer"):
+        data.load(load_tokenizer(tokenizer))
+
+
+@contextmanager
+def _data_options_called() -> Iterator[None]:
+    """Context in which errors about data name the options of this command in place of those of a recipe.
+
+    Raises:
+        RecipeError: as raised within, with the other names.
+    """
+    try:
+        with option_called(MAY_BE_SKIPPED, "; correct the row, or remove it"):
+            yield
+    except RecipeError as error:
+        options = r"(?:--)?\bdata\.(path|format|columns|system|chat_template|supervise)\b"
+        raise RecipeError(re.sub(options, r"--\1", str(error))) from error
 
 
 def convert_model(

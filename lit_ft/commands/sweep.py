@@ -12,7 +12,7 @@ from lit_callbacks.output.quantities import as_count, as_number
 from lit_ft.commands.train import RecipeCLI
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, option_called
-from lit_ft.recipe.callback_checks import log_own_metrics
+from lit_ft.recipe.callback_checks import log_own_metrics, losses_of_sources
 from lit_ft.recipe.files import read_once
 from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.recipe.trainer_checks import quiet_trainer
@@ -185,8 +185,9 @@ class TrialCLI(RecipeCLI):
             name for split in ("train", "val")[: 1 + validates] for name in metric_names(split, self.model.measured)
         ]
         known += [f"val/{name}" for one in callbacks if isinstance(one, ExactMatch) for name in one.names]
-        # Losses of sources, and what callbacks log, have names of their own (throughput/...).
-        is_free = "/loss/" in metric or ("/" in metric and split not in ("train", "val", "test"))
+        known += losses_of_sources(data)
+        # What callbacks log has names of their own (throughput/...).
+        is_free = "/" in metric and split not in ("train", "val", "test")
         is_free = is_free or log_own_metrics([self.model, *callbacks])
         if metric not in known and not is_free:
             near = get_close_matches(metric, known, n=1)

@@ -389,7 +389,13 @@ _OF_THE_TOP_LEVEL = ("optimizer", "lr_scheduler")
 
 
 def _of_the_top_level(root: yaml.Node) -> Iterator[tuple[int, str]]:
-    """Lines, counted from 1, with options under ``model`` that a recipe gives at the top level."""
+    """Lines, counted from 1, with options under ``model`` that belong to the top level, and what is no option there."""
+    for name, value in _entries(root).items():
+        if name.startswith(("x-", ".")):
+            advice = (
+                "a recipe has no place for anchors alone: write &NAME where the value is first used, *NAME after it"
+            )
+            yield value.start_mark.line + 1, f"{name!r} is no option; {advice}"
     model = _entries(root).get("model", root)
     for part in (model, _entries(model).get("init_args")) if model is not root else ():
         for name, value in _entries(part).items() if part is not None else ():

@@ -107,20 +107,22 @@ def _of_command_line(message: str, parser: ArgumentParser) -> str | None:
     if (word := re.match(r"Value not boolean: (.*?)\.?$", message)) is not None:  # of the one option without a type
         return f"merge={shortened(word[1], 100)!r} is neither true nor false"
     if (alone := re.match(r"unrecognized arguments: ([^-\s]\S*)", message)) is not None:
-        return _of_a_word(shortened(alone[1], 100))
+        return _of_a_word(shortened(alone[1], 100), set(option_names(parser)) - set(positional_names(parser)))
     if (needed := re.search(r"following arguments are required: ([\w., ]+)", message)) is not None:
         return _missing([name.rpartition(".")[2] for name in needed[1].split(", ")], parser)
     return None
 
 
-def _of_a_word(value: str) -> str:
-    """Explanation of a word that stands where an option is expected."""
+def _of_a_word(value: str, own: set[str]) -> str:
+    """Explanation of a word that stands where an option is expected; ``own`` are the command's options."""
     if (dashes := re.match("[\u2012-\u2015-]*", value)) and dashes[0]:
         return f"{value!r} begins with another dash; write --{value[dashes.end() :]}"
     if value.endswith((".yaml", ".yml")):
         return f"{value!r} stands alone; write --config {value}"
     if value == "help" or re.match(r"[\w.+]+=", value):
         return f"{value!r} has no dashes; write --{value}"
+    if value.endswith(SUFFIXES) and "path" in own:
+        return f"{value!r} belongs to no option; name data with --path {value}"
     if value.endswith(SUFFIXES):
         several = f"of several files write --data.sources '[{{path: {value}}}, ...]'"
         return f"{value!r} belongs to no option; name data with --data.path {value}; {several}"
@@ -177,6 +179,7 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
     ours = OPTIONS.get(word) if is_elsewhere else None
     part = (ours or "").rpartition(".")[0]
     is_recipe = _IN_RECIPES in own
+    own_command = prog.startswith("python -m lit_ft ") and not is_recipe
     if ours == f"{part}.{name}" and part in EXAMPLES and not is_recipe:
         return _needs_class(name, part)
     if not is_recipe and (section_of_base := _section_of_base(own)) is not None:
@@ -191,10 +194,11 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
         return f"{name!r} is no option of a section; write it at the left edge of the recipe"
     if is_recipe and (home := home_of(first)) is not None:
         return f"unknown option {shortened(name, 100)!r}; it belongs to {home}: {home}.{dotted}"
-    elsewhere = _place_of(word)
+    elsewhere = None if own_command else _place_of(word)
     if elsewhere is not None and key in ("", *SECTIONS):
         return f"{head}unknown option {shortened(name, 100)!r}; {elsewhere}"
     near = [option for option in options if option.startswith(dotted)]  # an abbreviation
+    near += [word] if own_command and word in own else []  # data.path
     near += [near for part in (dotted, first) for near in get_close_matches(part, options, cutoff=0.7)]
     own = [option for option in own if not option.endswith("help")]
     advice = "see --help for what there is"
@@ -242,12 +246,12 @@ def _place_of(option: str) -> str | None:
 def class_with(option: str, key: str) -> str | None:
     """First of the classes for ``key`` that has an option of this name; None where none has."""
     for module, _, name in (class_path.rpartition(".") for class_path in _CLASSES_BELOW.get(key, ())):
-        if option in _options_of(getattr(import_module(module), name)):
+        if option in options_of_class(getattr(import_module(module), name)):
             return f"{module}.{name}"
     return None
 
 
-def _options_of(cls: type) -> set[str]:
+def options_of_class(cls: type) -> set[str]:
     """Names of a class's options, with those of the bases to which it hands on what it does not name."""
     names: set[str] = set()
     for base in cls.__mro__:

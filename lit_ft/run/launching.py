@@ -79,6 +79,11 @@ def _check_not_alone(world_size: int) -> None:
             f"RANK={rank} says that this is one of several processes, but without NODE_RANK it would work alone; start "
             f"it with torchrun, or, where RANK counts the nodes, set NODE_RANK to it; {_SIZES}"
         )
+    if world_size == 1 and (rank := _number("LOCAL_RANK")) > 0:
+        raise RecipeError(
+            f"LOCAL_RANK={rank} says that this is one of several processes, but devices x num_nodes = 1, and rank 0, "
+            "which prints and writes files, would be missing; unset LOCAL_RANK, or set devices to the processes"
+        )
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
         if (started := _number(name)) > world_size:
             raise RecipeError(

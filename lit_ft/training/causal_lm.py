@@ -4,7 +4,7 @@ It knows no strategy. What a step computes is in ``steps``.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
@@ -231,9 +230,10 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
 
     # --- step ------------------------------------------------------------------------------------
 
-    def forward(self, batch: PackedBatch) -> TokenLoss:
+    def forward(self, batch: PackedBatch | Mapping[str, Tensor]) -> TokenLoss:
         """Summed loss and number of right predictions over a batch's supervised tokens."""
-        return self.token_loss(self.hidden_states(batch), batch)
+        packed = self.packed(batch)
+        return self.token_loss(self.hidden_states(packed), packed)
 
     def hidden_states(self, batch: PackedBatch, decoder: Decoder | None = None) -> Tensor:
         """Final hidden states of a batch's tokens, ``(1, T, H)``; ``decoder`` replaces the base model's."""
@@ -312,5 +312,4 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model, or of a base that has changed since."""
         super().on_load_checkpoint(checkpoint)
-        is_fit = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        self._state.read(checkpoint, self._trainer if is_fit else None)
+        self._state.read(checkpoint, self._trainer)

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_ft.checkpointing.buffers import BufferWatch
 from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
+from lit_ft.checkpointing.selection import has_training_state, weights_alone
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, check_readable, shapes_of, trainable_shapes
 from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
@@ -119,11 +121,16 @@ class SavedState:
 
         Args:
             checkpoint: Lightning's checkpoint; for a fit it is set back to the start of an optimizer step, in place.
-            trainer: trainer of a fit that resumes; None where weights alone are loaded.
+            trainer: the module's trainer, of which a fit resumes and another function takes the weights alone.
 
         Raises:
-            RecipeError: the checkpoint is that of another model or optimizer, or the base has changed since.
+            RecipeError: the checkpoint is that of another model or optimizer, the base has changed since, or a fit is
+                to resume from weights alone.
         """
+        if trainer is not None and trainer.state.fn != TrainerFn.FITTING:
+            trainer = None
+        if trainer is not None and not has_training_state(checkpoint):
+            raise weights_alone(str(trainer.ckpt_path))
         lora_init.check_same(self.start, checkpoint.get("adapter_start"))
         recorded_options.check_same(self.forward.model, checkpoint.get("method_options", {}))
         here = trainable_shapes(self.module)  # fewer than trains where other ranks hold some of the layers

@@ -264,6 +264,30 @@ def _disk_full(samples: Any, file: Path, *_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.parametrize(
+    ("rows", "advice"),
+    [
+        ('{"question": "a", "answer": "b"}\n', "e.g. --columns '{instruction: question, output: answer}'"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "map them: --columns '{prompt: prompt, "),
+    ],
+)
+def test_errors_of_convert_data_name_its_own_options(
+    run: Any, tmp_path: Path, model_folder: str, rows: str, advice: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(rows)
+    options = ("--tokenizer", model_folder, "--out", str(tmp_path / "out"))
+    line = run("convert", "data", "--path", str(tmp_path / "rows.jsonl"), *options, code=2)
+    assert advice in line
+    assert "data." not in line
+
+
+def test_convert_data_takes_names_of_columns(run: Any, tmp_path: Path, model_folder: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    options = ("--tokenizer", model_folder, "--columns", "{instruction: question, output: answer}")
+    run("convert", "data", "--path", str(tmp_path / "rows.jsonl"), *options, "--out", str(tmp_path / "out"))
+    assert (tmp_path / "out.idx").is_file()
+
+
 def test_convert_explains_itself(run: Any) -> None:
     for arguments in (["weights"], []):
         assert "say `convert data --path FILE" in run("convert", *arguments, code=2)

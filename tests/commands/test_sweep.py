@@ -127,6 +127,10 @@ def test_a_search_depends_on_earlier_results_alone(tmp_path: Path, sweep: list[s
             ["--vary", "optimizer.lr=1e-4,1e-3", "--metric", "val/los"],
             "val/los is not logged by the recipe; did you mean",
         ),
+        (
+            ["--vary", "optimizer.lr=1e-4,1e-3", "--metric", "val/loss/news"],
+            "val/loss/news is not logged by the recipe; did you mean val/loss?",
+        ),
         (["--vary", "optimizer.lr=1e-4,1e-3", "--metric", "own/score"], "add --mode min or max"),
         (["--vary", "optimizer.lr=1e-4,1e-3", "--trainer.limit_val_batches", "0"], "has no validation data"),
         (["--vary", "optimizer.lr=[1e-4,1e-3"], "the values must be YAML"),

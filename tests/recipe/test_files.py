@@ -68,6 +68,12 @@ def test_good_files(text: str, tmp_path: Path) -> None:
 OTHER_RECIPE = "model_name_or_path: x\nlora_rank: 8\nstage: sft\ncutoff_len: 9\n"
 WRONG: dict[str, tuple[str, str, str]] = {
     "an inner key twice": ("a.yaml", "data:\n  path: a\n  path: b", "a.yaml:3: 'path' stands in line 2 already"),
+    "an entry for an anchor": (
+        "a.yaml",
+        "x-defaults: &d {path: a}\ndata: {<<: *d}",
+        "a.yaml:1: 'x-defaults' is no option; a recipe has no place for anchors alone: write &NAME where the value",
+    ),
+    "a hidden entry for an anchor": ("a.yaml", ".d: &d {path: a}\ndata: {<<: *d}", "a.yaml:1: '.d' is no option"),
     "an optimizer of the model": (
         "a.yaml",
         "model:\n  pretrained: a\n  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}",

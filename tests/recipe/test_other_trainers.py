@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from lit_ft import DPO, PreferenceLM, TextDataModule, schedules
 from lit_ft.recipe.other_trainers import CLASSES, OPTIONS
-from lit_ft.recipe.parse_errors import _options_of
+from lit_ft.recipe.parse_errors import options_of_class
 
 SECTIONS = {
     "model.peft": peft.LoraConfig,
@@ -28,7 +28,7 @@ SECTIONS = {
 def test_options_exist(word: str) -> None:
     option = OPTIONS[word].split()[0].strip(",;:()")
     section = next(name for name in SECTIONS if option.startswith(f"{name}."))
-    assert option.removeprefix(f"{section}.") in _options_of(SECTIONS[section])
+    assert option.removeprefix(f"{section}.") in options_of_class(SECTIONS[section])
 
 
 @pytest.mark.parametrize(

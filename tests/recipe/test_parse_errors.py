@@ -127,6 +127,9 @@ TYPED: dict[str, str] = {
     "bandwidth --device 2": "unknown option 'device'; did you mean 'devices'?",
     "export --ru run": "unknown option 'ru'; did you mean 'run'?",
     "convert data --pat x": "unknown option 'pat'; did you mean 'path'?",
+    "convert data --data.path x": "unknown option 'data.path'; did you mean 'path'?",
+    "convert data --max_length 5": "unknown option 'max_length'; see --help for what there is",
+    "convert data rows.json": "'rows.json' belongs to no option; name data with --path rows.json",
     "convert model --fro hf x": "unknown option 'fro'; did you mean 'from'?",
 }
 

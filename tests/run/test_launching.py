@@ -259,10 +259,12 @@ def test_restarts_in_a_store_with_old_addresses_are_told(
         ({"RANK": "0", "WORLD_SIZE": "2"}, 1, "WORLD_SIZE=2 says that 2 processes work together"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, 2, "RANK=1 says that this is one of several processes"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 2, "OMPI_COMM_WORLD_SIZE=4 says that 4 processes work together"),
+        ({"LOCAL_RANK": "1"}, 1, "LOCAL_RANK=1 says that this is one of several processes, .* unset LOCAL_RANK"),
+        ({"LOCAL_RANK": "0"}, 1, None),
         ({"RANK": "0", "WORLD_SIZE": "2"}, 2, None),
         ({"RANK": "x", "WORLD_SIZE": ""}, 1, None),
     ],
-    ids=["one-device", "as-many-devices", "mpi", "left-over", "no-numbers"],
+    ids=["one-device", "as-many-devices", "mpi", "left-over-rank", "left-over-rank-0", "left-over", "no-numbers"],
 )
 def test_processes_of_another_launcher_do_not_train_alone(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], devices: int, refused: str | None

@@ -245,9 +245,7 @@ def _needs_torch(request: Any) -> None:
         pytest.skip("zero-bubble schedules are refused before torch 2.13")
 
 
-@pytest.mark.parametrize(
-    ("layout", "way"), pairs_in_turn(LAYOUTS, [*WAYS], lambda name: LAYOUTS[name].world >= 4)
-)
+@pytest.mark.parametrize(("layout", "way"), pairs_in_turn(LAYOUTS, [*WAYS], lambda name: LAYOUTS[name].world >= 4))
 def test_same_numbers(check_same: Any, qwen2: Any, layout: str, way: str) -> None:
     check_same(qwen2(LAYOUTS[layout].layers, LAYOUTS[layout].tied), Run(WAYS[way]), LAYOUTS[layout])
 

@@ -231,6 +231,60 @@ def test_a_padded_batch_of_someone_elses_data_trains(make_trainer: Any, model_fo
     assert math.isfinite(trainer.callback_metrics["train/loss"])
 
 
+def padded(ids: torch.Tensor) -> Any:
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    return DataLoader(rows, batch_size=4)
+
+
+@pytest.mark.parametrize(("name", "value"), [("input_ids", 10**6), ("labels", 10**6), ("labels", -1)])
+def test_ids_beyond_the_vocabulary_are_named(make_trainer: Any, model_folder: str, name: str, value: int) -> None:
+    ids = torch.randint(3, 300, (4, 12))
+    rows = [{"input_ids": row, "labels": row.clone()} for row in ids]
+    rows[2][name] = torch.full((12,), value)
+    with pytest.raises(RecipeError, match=f"data: {name} of a batch reach from {value} to {value}, and the model has"):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder), DataLoader(rows, batch_size=4))
+
+
+def test_several_loaders_count_together(make_trainer: Any, model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    first, second = torch.randint(3, 300, (2, 4, 12))
+    trainer, module = make_trainer(), CausalLM(model_folder)
+    trainer.validate(module, padded(torch.cat([first, second])))
+    together = trainer.callback_metrics["val/loss"]
+    trainer.validate(module, [padded(first), padded(second)])
+    assert trainer.callback_metrics["val/loss"] == pytest.approx(float(together), rel=1e-6)
+    assert "means over the tokens of all 2 val_dataloaders together" in caplog.text
+
+
+def test_a_call_with_a_padded_batch(model_folder: str) -> None:
+    module, ids = CausalLM(model_folder), torch.randint(3, 300, (2, 6))
+    with pytest.raises(RecipeError, match="has no weights yet"):
+        module({"input_ids": ids, "labels": ids})
+    module.configure_model()
+    with pytest.raises(RecipeError, match="a batch has no 'labels' .it has 'input_ids', 'attention_mask'."):
+        module({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    assert len(module({"input_ids": ids, "labels": ids}).per_token) == 2 * 5
+
+
+def test_a_fit_does_not_go_on_from_weights_alone(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    path, data = tmp_path / "weights.ckpt", write_rows()
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(CausalLM(model_folder), TextDataModule(data))
+    trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises(RecipeError, match="holds weights alone .* no optimizer's state, .*load_state_dict"):
+        make_trainer(max_steps=2).fit(CausalLM(model_folder), TextDataModule(data), ckpt_path=str(path))
+    begun = CausalLM(model_folder)
+    begun.load_state_dict(torch.load(path)["state_dict"], strict=False)
+    make_trainer(max_steps=1).fit(begun, TextDataModule(data))
+
+
+def test_a_wrong_name_in_a_partial_is_refused_at_once(model_folder: str) -> None:
+    with pytest.raises(RecipeError, match="optimizer: AdamW has no 'lrr'; did you mean 'lr'"):
+        CausalLM(model_folder, optimizer=partial(torch.optim.AdamW, lrr=1))
+
+
 def test_a_validation_before_the_fit_and_copies_after_it(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     """Metrics that `validate` has reset belong to no inference mode; a copy computes by its own head."""
     module, data = CausalLM(model_folder, dtype="float32"), TextDataModule(write_rows(), val_path=write_rows())

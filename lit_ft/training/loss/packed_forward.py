@@ -75,9 +75,10 @@ class PackedForward:
         """Pack a padded batch, which no data module of ours has checked; return a packed one unchanged.
 
         Raises:
-            RecipeError: it lacks ids or labels, or a sample has more tokens than the model has positions.
+            RecipeError: it lacks ids or labels, an id is outside of the vocabulary, or a sample has more tokens than
+                the model has positions.
         """
-        packed = as_packed_batch(batch)
+        packed = as_packed_batch(batch, self.base.config.get_text_config().vocab_size)
         if packed is not batch:
             longest = max(packed["segment_lengths"], default=0)
             virtual, shorten = virtual_tokens_of(self.model), "let the loader give shorter samples"
