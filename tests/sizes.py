@@ -9,7 +9,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 FULL_SIZE = bool(os.environ.get("LIT_FT_FULL_SIZE"))
-"""Whether each case runs at the size that docs/numerics.md was measured with: all layers, epochs and repetitions."""
+"""Whether each case runs at the size that docs/numerics.md was measured with: all layers, epochs and repetitions, and
+costly ones in every way."""
 
 
 def pairs_in_turn(
