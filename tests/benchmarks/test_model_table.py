@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from sizes import pairs_in_turn
 
 from benchmarks import model_comparison, model_table
 from benchmarks.model_comparison import (
@@ -29,15 +28,13 @@ NAMES = sorted(COMPARED & set(ARCHITECTURES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "besides"), pairs_in_turn(NAMES, [("lora", "merge"), ("checkpointing",)]))
-def test_a_packed_batch_equals_its_samples(name: str, besides: tuple[str, ...]) -> None:
-    row = compare(name, frozenset(besides))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_batch_equals_its_samples(name: str) -> None:
+    row = compare(name, frozenset({"lora", "merge", "checkpointing"}))
     assert row.packed == YES
-    if "lora" in besides:
-        assert row.lora.startswith(YES)
-        assert row.merge == YES
-    else:
-        assert row.checkpointing in (YES, "transformers does not support it")
+    assert row.lora.startswith(YES)
+    assert row.merge == YES
+    assert row.checkpointing in (YES, "transformers does not support it")
 
 
 def test_every_architecture_is_compared_or_refused_with_a_reason() -> None:

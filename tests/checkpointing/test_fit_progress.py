@@ -1,11 +1,10 @@
 """What the Trainer's options train on, and that a run stopped at any moment equals one that was not stopped."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from loops import Outcome, Run, Stop, Stopped, plain_losses
 from model_folders import shallow
 from ranks import LiveRanks, on_ranks
 from shared_fixtures import make_rows
-from sizes import pairs_in_turn
 from torch.utils.data import DataLoader
 
 from lit_ft import CausalLM, RecipeError
@@ -268,16 +266,11 @@ def epochs_of(options: dict[str, Any], schedule: dict[int, int] | None) -> int:
     return 3 if schedule or "reload_dataloaders_every_n_epochs" in options else 2
 
 
-def cases(pairs: Iterable[tuple[str, bool]]) -> list[Any]:
-    """Parameters of tests from settings of ``SETTINGS``, each with whether its data is streamed."""
-    return [
-        pytest.param(streaming, *SETTINGS[name], id=f"{'streamed' if streaming else 'sized'}-{name}")
-        for name, streaming in [*product(ON_SIZED_ONLY, [False]), *pairs]
-    ]
-
-
-ON_BOTH = [name for name in SETTINGS if name not in ON_SIZED_ONLY]
-CASES_OF_DATA = cases(product(ON_BOTH, [False, True]))
+CASES_OF_DATA = [
+    pytest.param(streaming, *SETTINGS[name], id=f"{'streamed' if streaming else 'sized'}-{name}")
+    for name in SETTINGS
+    for streaming in ([False] if name in ON_SIZED_ONLY else [False, True])
+]
 
 
 @pytest.mark.parametrize(("streaming", "options", "schedule"), CASES_OF_DATA)
@@ -297,7 +290,7 @@ def compare(run: Run, folder: Path, losses: dict[int, float], weights: dict[str,
 
 @pytest.mark.processes
 @pytest.mark.xdist_group("progress")
-@pytest.mark.parametrize(("streaming", "options", "schedule"), cases(pairs_in_turn(ON_BOTH, [False, True])))
+@pytest.mark.parametrize(("streaming", "options", "schedule"), CASES_OF_DATA)
 def test_under_each_option_two_ranks_do_the_same(
     make_run: Any, tmp_path: Path, live_ranks: LiveRanks, streaming: bool, options: Any, schedule: Any
 ) -> None:

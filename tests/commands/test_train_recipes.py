@@ -93,9 +93,9 @@ ON_TOP = {
     "ia3": "precision/float32",
     "llama_adapter": "precision/fp8",
     "lora_experts": "preference/ipo",
-    "lora_plus": "speed/compile",
+    "lora_plus": "preference/orpo",
     "qlora_loftq": "speed/activation_offload",
-    "qlora_nf4": "preference/orpo",
+    "qlora_nf4": "speed/compile",
 }
 """Fragments of a tuning method, and one each that runs on top of it; with ``LIT_FT_FULL_SIZE=1`` all run alone."""
 if FULL_SIZE:

@@ -24,7 +24,6 @@ from lit_callbacks.distributed.gather import full_weights
 from ranks import LiveRanks, on_ranks
 from safetensors.torch import load_file
 from shared_fixtures import make_rows, record_difference
-from sizes import pairs_in_turn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
 
@@ -311,7 +310,7 @@ MOVES = [
     ("before", "after", "way", "optimizer"),
     [
         pytest.param(*move, way, optimizer, id=f"{'-'.join(move)}-{way}-{optimizer.__name__}")
-        for (way, move), optimizer in pairs_in_turn(product(WAYS, MOVES), (adamw, sgd))
+        for move, way, optimizer in product(MOVES, WAYS, (sgd, adamw))
     ],
 )
 def test_resumes(
@@ -395,7 +394,7 @@ def fit_and_answer(folder: str, strategy: Callable[[], Any], model: dict[str, An
     ("untied", "way"),
     [
         pytest.param(untied, way, id=f"{'untied' if untied else 'tied'}-{way}")
-        for untied, way in pairs_in_turn([False, True], [*WAYS])
+        for untied, way in product([False, True], WAYS)
     ],
 )
 def test_answers_adapter_and_merged_model_are_those_of_ddp(

@@ -20,7 +20,6 @@ from peft.utils.integrations import dequantize_module_weight
 from ranks import LiveRanks
 from safetensors.torch import load_file
 from shared_fixtures import make_rows, make_tokenizer, silent_trainer
-from sizes import FULL_SIZE
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
@@ -242,13 +241,7 @@ def runs(method: str, way: str) -> bool:
     return way == "ddp" or works(method, way)
 
 
-def ways_of(method: str) -> list[str]:
-    """Ways in which a method runs; FSDP shows what DDP does, which runs besides with ``FULL_SIZE``."""
-    ways = [way for way in WAYS if runs(method, way)]
-    return [way for way in ways if FULL_SIZE or way != "ddp" or "fsdp" not in ways]
-
-
-ON_RANKS = [(method, way) for method in METHODS for way in ways_of(method)]
+ON_RANKS = [(method, way) for method in METHODS for way in WAYS if runs(method, way)]
 
 
 @pytest.mark.processes
