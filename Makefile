@@ -15,7 +15,7 @@ COMPILE = $(RUN) -m compileall -qq -j 0 -x '/(tests?|testing|transformers/models
 # compute where others wait: for servers, pages and processes that are to stop.
 WORKERS ?= 4
 
-.PHONY: quickstart test test-lowest test-cuda tiny-qwen2 clean
+.PHONY: quickstart test types tests test-lowest test-cuda tiny-qwen2 clean
 
 $(VENV)/.installed: pyproject.toml callbacks/pyproject.toml
 	@echo "Installing lit_ft and what it needs into $(VENV): 1.8 GB with torch for CPUs, several times that with torch for CUDA."
@@ -36,11 +36,17 @@ quickstart: $(VENV)/.installed
 	$(RUN) -m lit_ft fit --config recipes/quickstart.yaml
 
 # Everything that .ci/run checks: lint, types, layers, unit and multi-process tests, recipes, quickstart.
+# Types are checked while the tests start, which takes one core.
 test: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
+	$(MAKE) --jobs=2 types tests
+
+types: $(VENV)/.installed-dev
+	$(RUN) -m mypy
+
+tests: $(VENV)/.installed-dev
 	$(RUN) -m pytest -q -n $(WORKERS) --dist loadgroup --durations=10
 
 # The quick tests with the lowest declared version of each dependency, and imports of every module.
