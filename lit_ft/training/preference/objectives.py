@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lit_ft.errors import RecipeError, check_types, explained
+from lit_ft.training.loss.token_weights import with_options
 
 
 class AnswerLogProbs(NamedTuple):
@@ -51,8 +52,7 @@ class Objective(ABC):
 
     def __repr__(self) -> str:
         """Name and options, e.g. ``DPO(beta=0.1, label_smoothing=0, nll_weight=0)``."""
-        options = (f"{name}={value:g}" for name, value in vars(self).items() if isinstance(value, int | float))
-        return f"{type(self).__name__}({', '.join(options)})"
+        return with_options(self)
 
 
 class DPO(Objective):
