@@ -15,6 +15,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from lit_ft import DFT, DPO, CausalLM, PreferenceLM, RecipeError, TextDataModule
+from lit_ft.export.folder_texts import run_texts
+from lit_ft.run.folder import RunFolder
 from lit_ft.strategies import ModelParallelStrategy
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy
 from lit_ft.training.loss.token_weights import TokenWeights
@@ -233,3 +235,14 @@ def test_weights_that_change_are_named(
     found = [str(one.message) for one in caught if "model.token_weights" in str(one.message)]
     assert len(found) == (line is not None)
     assert line is None or re.search(line, found[0])
+
+
+def test_a_card_names_the_weights(make_trainer: Any, model_folder: str, rows: str, tmp_path: Any) -> None:
+    module = CausalLM(model_folder, peft=LoraConfig(r=4, target_modules=["q_proj"]), token_weights=DFT())
+    trainer = make_trainer(max_steps=1, limit_val_batches=0, log_every_n_steps=1)
+    trainer.fit(module, TextDataModule(rows, max_length=96))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    card = run_texts("adapter", RunFolder(tmp_path), module, logged, {})["README.md"]
+    assert "Trained with tokens weighted in the loss by `DFT()`." in card
+    assert "| train/cross_entropy |" in card
+    assert "train/cross_entropy" in trainer.progress_bar_metrics  # the loss with weights says little by itself

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_ft import DPO, ORPO, CausalLM, PreferenceLM, RecipeError, SimPO, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.export.folder_texts import run_texts, samples_of
+from lit_ft.run.folder import RunFolder
 from lit_ft.training.preference.metrics import NAMES
 from lit_ft.training.preference.objectives import AnswerLogProbs, Objective
 from lit_ft.tuning import lora_init
@@ -192,6 +194,17 @@ def test_a_run_resumed_with_other_micro_batches_has_the_reference_of_what_is_lef
     go_on("4.ckpt")  # two steps of one pair, behind four pairs of eight
     with pytest.raises(RecipeError, match=r"2 of 6 pairs \(train\) .* begin a new run with as many steps"):
         go_on("2.ckpt")
+
+
+def test_a_card_names_the_objective_and_counts_pairs(
+    make_trainer: Any, model_folder: str, pairs: str, tmp_path: Path
+) -> None:
+    module, data = PreferenceLM(model_folder, peft=LORA, objective=SimPO()), data_of(pairs, val_path=None)
+    make_trainer(max_steps=1).fit(module, data)
+    (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{path: {pairs}}}}}")
+    card = run_texts("adapter", RunFolder(tmp_path), module, {}, samples_of(data))["README.md"]
+    assert "Trained on pairs of a better and a worse answer by `SimPO(beta=2, gamma=1)`." in card
+    assert "- `pairs`: 13 pairs\n" in card
 
 
 @pytest.mark.parametrize(
