@@ -10,9 +10,11 @@ from lit_ft.errors import RecipeError, explained
 
 
 def with_options(part: object) -> str:
-    """Name of an object's class, and its attributes that are arguments of the class, e.g. ``DPO(beta=0.1)``."""
-    names = inspect.signature(type(part)).parameters
-    options = {name: value for name, value in vars(part).items() if name in names}
+    """Name of an object's class, and its attributes that are plain arguments of it or its bases: ``DPO(beta=0.1)``."""
+    makers = [vars(kind)["__init__"] for kind in type(part).__mro__ if "__init__" in vars(kind)]
+    names = {name for maker in makers for name in inspect.signature(maker).parameters}
+    plain = (bool, int, float, str, list, tuple, type(None))
+    options = {name: v for name, v in vars(part).items() if name in names and isinstance(v, plain)}
     texts = (f"{name}={v:g}" if type(v) in (int, float) else f"{name}={v!r}" for name, v in options.items())
     return f"{type(part).__name__}({', '.join(texts)})"
 
