@@ -191,7 +191,8 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
         return f"{name!r} is no option of a section; write it at the left edge of the recipe"
     if is_recipe and (home := home_of(first)) is not None:
         return f"unknown option {shortened(name, 100)!r}; it belongs to {home}: {home}.{dotted}"
-    elsewhere = _place_of(word)
+    is_below = first != word and first not in _sections(own)  # `objective.beta` of a CausalLM, which has no objective
+    elsewhere = (_place_of(first) if is_below else None) or _place_of(word)
     if elsewhere is not None and key in ("", *SECTIONS):
         return f"{head}unknown option {shortened(name, 100)!r}; {elsewhere}"
     near = [option for option in options if option.startswith(dotted)]  # an abbreviation

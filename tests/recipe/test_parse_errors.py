@@ -33,6 +33,7 @@ TYPED: dict[str, str] = {
     "fit --model.peft Lora": "model.peft: 'Lora' is no class path; write peft.LoraConfig",
     "fit --model.peft peft.LoraConfig --model.peft.init_lora_weights pisa": "lora_ga, true, false; did you mean pissa?",
     "fit --model.quantization nf4": "write transformers.BitsAndBytesConfig; see recipes/tuning/qlora_nf4.yaml",
+    "fit --model.objective.beta 2": "unknown option 'objective.beta'; it is an option of lit_ft.PreferenceLM, a",
     "fit --model.token_weights dft": "model.token_weights: 'dft' is no class path; write lit_ft.DFT",
     "fit --model.token_weights true": "no class path; write the module and the class, e.g. lit_ft.DFT",
     "fit --model.token_weights lit_ft.DPO": "lit_ft.DPO is no TokenWeights; name a class that derives from it, e.g.",
