@@ -148,7 +148,7 @@ class FirstChecks:
             warn_of_no_validation(self.options.trainer)
         logs_more = log_own_metrics([model, *self.callbacks])
         losses = losses_of_sources(self.data) if isinstance(self.data, TextDataModule) else None
-        logged = LoggedMetrics(validates, logs_more, losses, model.measured)
+        logged = LoggedMetrics(validates, logs_more, losses, model.measured, model.spec.token_weights is not None)
         check_callbacks(self.callbacks, logged)
         check_schedule(schedule, logged)
         check_total_steps(schedule, self.trainer)

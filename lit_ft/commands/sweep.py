@@ -1,5 +1,6 @@
 """The ``sweep`` command: train a recipe with several values of some options, one ``fit`` process after another."""
 
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,8 +29,11 @@ from lit_ft.training.answer_scores.exact_match import ExactMatch
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.metrics import metric_names
 
-_LOWER = ("loss", "perplexity", "seconds", "gib")
-_HIGHER = ("accuracy", "exact_match", "rouge1", "rouge2", "rougeL", "bleu", "per_second", "mfu")
+_LOWER = ("loss", "perplexity", "cross_entropy", "seconds", "gib")
+_HIGHER = (
+    *("accuracy", "exact_match", "rouge1", "rouge2", "rougeL", "bleu", "per_second", "mfu"),
+    *("reward_margin", "reward_chosen", "log_prob_chosen"),
+)
 """Endings of the names of metrics of which lower, or higher, values are better."""
 
 
@@ -47,6 +51,7 @@ def run(arguments: list[str]) -> None:
         what = "the standard input" if once == "-" else "a pipe"
         raise RecipeError(f"--config {once}: each trial reads the recipe, {what} only one; name a file")
     count, propose = _plan(variations, options.trials)
+    _check_comparable(variations, options.metric)
     first = _check(fit, variations, options.metric, is_grid=options.trials is None)
     goal = Goal(options.metric, options.mode or _mode(options.metric))
     definition: dict[str, object] = {"recipe": first.resolved, "vary": options.vary}
@@ -100,6 +105,27 @@ def _mode(metric: str) -> Literal["min", "max"]:
     raise RecipeError(
         f"--metric {metric}: its name does not say whether lower or higher is better; add --mode min or max"
     )
+
+
+def _check_comparable(variations: list[Variation], metric: str) -> None:
+    """Refuse a metric whose meaning differs between trials.
+
+    Raises:
+        RecipeError: it is the loss that an option varies, or a reward in its units.
+    """
+    part, name = metric.partition("/")[0], metric.partition("/")[2].partition("/")[0]
+    for variation in variations:
+        option = variation.key.replace("init_args.", "")
+        if re.match(r"model\.objective\b", option) and (name == "loss" or re.match("reward_(?!accuracy)", name)):
+            raise RecipeError(
+                f"--metric {metric} with --vary {variation.key}: each trial has a loss and rewards of its own, which "
+                f"do not compare; add --metric {part}/reward_accuracy, or one of answers (val/exact_match)"
+            )
+        if re.match(r"model\.token_weights\b", option) and metric.startswith("train/loss"):
+            raise RecipeError(
+                f"--metric {metric} with --vary {variation.key}: each trial has a training loss of its own, which do "
+                "not compare; add --metric val/loss, which is without weights"
+            )
 
 
 Propose = Callable[[list[Trial], Goal, int], dict[str, str]]
@@ -181,9 +207,8 @@ class TrialCLI(RecipeCLI):
                 "compare trials by --metric train/loss"
             )
         callbacks = self._given_callbacks()
-        known = [
-            name for split in ("train", "val")[: 1 + validates] for name in metric_names(split, self.model.measured)
-        ]
+        measured = self.model.measured, self.model.spec.token_weights is not None
+        known = [name for split in ("train", "val")[: 1 + validates] for name in metric_names(split, *measured)]
         known += [f"val/{name}" for one in callbacks if isinstance(one, ExactMatch) for name in one.names]
         known += losses_of_sources(data)
         # What callbacks log has names of their own (throughput/...).

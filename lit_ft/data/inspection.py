@@ -258,15 +258,16 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
     steps = -(-plan.length(len(units)) // accumulate)
     members = np.fromiter(chain.from_iterable(units), dtype=np.int64)
     tokens, supervised = int(samples.lengths[members].sum()), int(samples.supervised[members].sum())
+    kind = "pair" if samples.has_pairs else "sample"
     facts = {
         "epoch": f"{as_count(steps, 'optimizer step')} of "
-        + as_count(plan.micro_batch_size * plan.replicas * accumulate, "packed sequence" if plan.packing else "sample"),
+        + as_count(plan.micro_batch_size * plan.replicas * accumulate, "packed sequence" if plan.packing else kind),
         "tokens per epoch": f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.1%}); "
         f"{tokens / steps:,.0f} a step",
     }
     if plan.mixing.strategy != "concatenate":
         total, drawn = len(samples.lengths), len(np.unique(members))
-        facts["samples per epoch"] = f"{len(members):,}, from {drawn:,} of {as_count(total, 'sample')}"
+        facts[f"{kind}s per epoch"] = f"{len(members):,}, from {drawn:,} of {as_count(total, kind)}"
     if plan.packing:
         facts["packing"] = (
             f"{as_count(len(units), 'packed sequence')} of {plan.packing:,} tokens, "

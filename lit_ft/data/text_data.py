@@ -1,6 +1,5 @@
 """The LightningDataModule: it turns data sets of any known format into packed batches."""
 
-import math
 from collections import UserList
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -530,15 +529,29 @@ class TextDataModule(LightningDataModule):
         chosen = np.arange(len(samples))
         if split == "train":
             plan = self._plan_of_training(trainer, process.data_parallel(trainer).size)
-            loader, steps = self._loader(split, plan, trainer.limit_train_batches), optimizer_steps(trainer)
-            accumulate = accumulation(trainer, 0)
-            if _overfits(trainer) or 0 <= steps <= math.ceil(loader.batches / accumulate):  # later epochs have others
-                chosen = loader.first_samples(loader.batches if _overfits(trainer) else int(steps) * accumulate)
+            loader = self._loader(split, plan, trainer.limit_train_batches, partial(accumulation, trainer))
+            if (end := self._end_in_first_epoch(loader)) is not None:
+                chosen = loader.first_samples(end)
         elif attributes_of(trainer).fast_dev_run:  # it leaves nothing that could need the others
             limit = attributes_of(trainer).limit_test_batches if split == "test" else trainer.limit_val_batches
             chosen = self._evaluation_loader(split).first_samples(int(limit))
         loader = self._evaluation_loader(split, samples.take(chosen))
         return PairSet(loader, len(loader), torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
+
+    def _end_in_first_epoch(self, loader: PackedBatchLoader) -> int | None:
+        """Micro-batch of the first epoch at which the run ends; None if it is longer, as later epochs have others.
+
+        A resumed run goes on from its position, which other micro-batches may have led to.
+        """
+        trainer, state = self._trainer_of_loaders(), self._loader_state
+        if _overfits(trainer):
+            return loader.batches
+        steps, accumulate = optimizer_steps(trainer), accumulation(trainer, 0)
+        if steps < 0 or state.get("epoch", 0) > 0:
+            return None
+        begun, taken = (loader.position_of(state), trainer.global_step) if state else (0, 0)
+        end = begun + (steps - taken) * accumulate
+        return int(end) if end < loader.batches + accumulate else None
 
     def _evaluation_loader(self, split: str, selected: Samples | None = None) -> PackedBatchLoader:
         samples = self.splits[split] if selected is None else selected

@@ -22,6 +22,7 @@ from lit_ft.model.files.text_part import text_class
 from lit_ft.model.generation import end_of_call
 from lit_ft.model.spec import ModelSpec
 from lit_ft.process import datamodule_of
+from lit_ft.protocols import LearnsPreferences
 from lit_ft.run.folder import RUNS, RunFolder
 from lit_ft.run.state import finished_step
 from lit_ft.training.causal_lm import CausalLM
@@ -65,7 +66,8 @@ def run_texts(
     recipe = load_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
     spec, base, form = module.spec, module.base_fingerprint, module.spec.base.form()
     added = [*spec.base.added_tokens, *spec.base.added_special_tokens]
-    notes = [f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else []
+    notes = notes_on_loss(module)
+    notes += [f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else []
     if kind == "adapter":
         notes += notes_on_base(form)
     card = Card(
@@ -79,6 +81,7 @@ def run_texts(
         grows=has_more_tokens(module.tokenizer, spec.base),
         text_class=text_class(spec.base.pretrained),
         samples=samples,
+        sample_kind="pair" if isinstance(module, LearnsPreferences) else "sample",
         metrics=_results(_last_of(run.root / "metrics.csv", checkpoint) or logged),
         recipe=recipe,
     )
@@ -86,6 +89,15 @@ def run_texts(
     if kind == "merged":
         texts |= generation_texts(module.base_model, module.tokenizer)
     return texts
+
+
+def notes_on_loss(module: CausalLM) -> list[str]:
+    """What a model card says of the loss, where it is not the mean cross-entropy of answers."""
+    if isinstance(module, LearnsPreferences):
+        return [f"Trained on pairs of a better and a worse answer by `{module.objective!r}`."]
+    if (weights := module.spec.token_weights) is not None:
+        return [f"Trained with tokens weighted in the loss by `{weights!r}`."]
+    return []
 
 
 def notes_on_base(form: BaseForm) -> list[str]:
@@ -184,5 +196,5 @@ def _last_of(path: Path, checkpoint: Path | None) -> dict[str, float]:
 
 
 def _results(metrics: Mapping[str, float]) -> dict[str, float]:
-    prefixes = ("train/loss", "train/token_accuracy", "val/", "test/")
+    prefixes = ("train/loss", "train/cross_entropy", "train/token_accuracy", "val/", "test/")
     return {name: value for name, value in sorted(metrics.items()) if name.startswith(prefixes)}

@@ -46,6 +46,8 @@ class Card:
     """Class of transformers for the base's text part, where ``AutoModelForCausalLM`` reads a larger model."""
     samples: Mapping[str, int] = field(default_factory=dict)
     """Number of training samples by source, where known."""
+    sample_kind: Literal["sample", "pair"] = "sample"
+    """What a sample is: a pair of answers in preference tuning."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics at the end of the run."""
     recipe: Recipe = field(default_factory=dict)
@@ -105,7 +107,7 @@ class Card:
     def _sections(self) -> list[str]:
         sections = []
         if paths := _data_paths(self.recipe):
-            counted = [f"- `{name}`: {as_count(count, 'sample')}" for name, count in self.samples.items()]
+            counted = [f"- `{name}`: {as_count(count, self.sample_kind)}" for name, count in self.samples.items()]
             sections.append("## Data\n\n" + "\n".join(counted or [f"- `{path}`" for path in paths]))
         if self.metrics:
             rows = [f"| {name} | {as_number(value)} |" for name, value in self.metrics.items()]

@@ -51,6 +51,8 @@ class LoggedMetrics(NamedTuple):
     """Names of the losses of sources; None where they are not known."""
     measured: Sequence[str] = CausalLM.measured
     """What the module measures besides its loss."""
+    has_token_weights: bool = False
+    """Whether tokens have weights in its training loss."""
 
 
 def check_callbacks(callbacks: Sequence[Callback], logged: LoggedMetrics) -> None:
@@ -126,7 +128,8 @@ def check_monitor(monitor: str, who: str, logged: LoggedMetrics) -> None:
     Raises:
         RecipeError: it is not logged.
     """
-    names = [name for split in ("train", "val") for name in metric_names(split, logged.measured)]
+    measured = logged.measured, logged.has_token_weights
+    names = [name for split in ("train", "val") for name in metric_names(split, *measured)]
     known = [*names, *(logged.source_losses or ())]
     split, _, rest = monitor.partition("/")
     if split == "val" and not logged.has_validation:
@@ -153,9 +156,12 @@ def losses_of_sources(data: TextDataModule) -> list[str]:
 _BETTER = {
     "loss": "min",
     "perplexity": "min",
+    "cross_entropy": "min",
     "token_accuracy": "max",
     "reward_accuracy": "max",
     "reward_margin": "max",
+    "reward_chosen": "max",
+    "log_prob_chosen": "max",
 }
 """Whether a lower or a higher value of a metric of training or validation is better."""
 

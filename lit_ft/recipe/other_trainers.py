@@ -509,6 +509,7 @@ CLASSES = {
     "csvlogger": "nothing: every run writes metrics.csv",
     "deepspeedstrategy": "lit_ft.strategies.DeepSpeedStrategy",
     "dora": "peft.LoraConfig with use_dora: true",
+    "dft": "lit_ft.DFT",
     "dpo": "lit_ft.DPO",
     "early_stopping": "lightning.pytorch.callbacks.EarlyStopping",
     "earlystopping": "lightning.pytorch.callbacks.EarlyStopping",
@@ -543,6 +544,9 @@ CLASSES = {
 EXAMPLES = {
     "lr_scheduler": ("lit_ft.schedules.CosineWithWarmup", ("lit_ft.schedules", "torch.optim.lr_scheduler")),
     "model.objective": ("lit_ft.DPO", ("lit_ft",)),
+    "objective": ("lit_ft.DPO", ("lit_ft",)),
+    "model.token_weights": ("lit_ft.DFT", ("lit_ft",)),
+    "token_weights": ("lit_ft.DFT", ("lit_ft",)),
     "model.peft": ("peft.LoraConfig", ("peft",)),
     "peft": ("peft.LoraConfig", ("peft",)),
     "model.quantization": ("transformers.BitsAndBytesConfig", ("transformers",)),

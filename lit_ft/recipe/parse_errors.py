@@ -194,7 +194,8 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
         return f"{name!r} is no option of a section; write it at the left edge of the recipe"
     if is_recipe and (home := home_of(first)) is not None:
         return f"unknown option {shortened(name, 100)!r}; it belongs to {home}: {home}.{dotted}"
-    elsewhere = None if own_command else _place_of(word)
+    is_below = first != word and first not in _sections(own)  # `objective.beta` of a CausalLM, which has no objective
+    elsewhere = None if own_command else (_place_of(first) if is_below else None) or _place_of(word)
     if elsewhere is not None and key in ("", *SECTIONS):
         return f"{head}unknown option {shortened(name, 100)!r}; {elsewhere}"
     near = [option for option in options if option.startswith(dotted)]  # an abbreviation
@@ -363,6 +364,27 @@ def _no_class(message: str, key: str) -> str | None:
     return f"{value} names no class; write e.g. {EXAMPLES[key][0]}, or null for none"
 
 
+def _class_of_another_kind(message: str, key: str) -> str | None:
+    """A class that is none of those that the option takes, or that lacks a method of them."""
+    if key not in EXAMPLES:
+        return None
+    example = EXAMPLES[key][0]
+    # Options of an objective without its class are explained above, from the message about the whole model.
+    if (base := re.search(r"instantiatable class, but [\w.]*\.(?!Objective)(\w+) is abstract", message)) is not None:
+        return (
+            f"no class is named, and {base[1]} is abstract; write class_path, e.g. {example}, and options in init_args"
+        )
+    if (given := re.search(r"Given value: ([A-Za-z_][\w.]*\.\w+)$", message, re.MULTILINE)) is None:
+        return None
+    if (base := re.search(r"to (?:be )?a subclass of (?:<class ')?(Union\[.*?\]|\w+)", message)) is not None:
+        return f"{given[1]} is no {base[1]}; name a class that derives from it, e.g. {example}"
+    if "Expected an instantiatable class, but is abstract" in message:
+        return (
+            f"{given[1]} lacks methods that its base class declares (@abstractmethod); define them, or take {example}"
+        )
+    return None
+
+
 def _function_as_class(message: str, key: str) -> str | None:
     """A function of a library where a class belongs: jsonargparse asks for the arguments that Lightning would pass."""
     given = r"Given value: (?:(?:\{'class_path': |Namespace\(class_path=)')?(?:[a-z_]\w*\.)+([a-z]\w*)(?![\w.])"
@@ -446,6 +468,7 @@ _REASONS_OF_VALUES: tuple[Callable[[str, str], str | None], ...] = (
     _option_without_class,
     _objective_without_class,
     _no_class,
+    _class_of_another_kind,
     _function_as_class,
     _texts_as_sources,
     _refused_code,

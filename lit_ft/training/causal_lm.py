@@ -222,8 +222,8 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
             self.expert_notes = experts.describe(self._packed.base, self.spec.router_aux_loss is not None)
             if not self.spec.compile and not self.spec.cuda_graphs:  # which have no place for hooks
                 self.train_metrics.expert_load = ExpertLoad.of(self._packed.base)
-            form = self.spec.base.form()
-            self._state = SavedState(self, self._packed, self.start, self.base_fingerprint, form)
+            saved = self.start, self.base_fingerprint, self.spec.base.form(), self.spec.token_weights
+            self._state = SavedState(self, self._packed, *saved)
 
     def _device_of_run(self) -> torch.device | None:
         return None if self._trainer is None else self._trainer.strategy.root_device

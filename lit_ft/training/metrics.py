@@ -19,13 +19,14 @@ from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.tuning.targets.experts import ExpertLayer, expert_layers
 
 
-def metric_names(split: str, measured: Sequence[str]) -> list[str]:
+def metric_names(split: str, measured: Sequence[str], has_token_weights: bool = False) -> list[str]:
     """Names of the metrics that a module logs of a split (train, val, test), apart from losses of sources.
 
-    ``measured`` is what it measures besides its loss, ``CausalLM.measured``.
+    ``measured`` is what it measures besides its loss, ``CausalLM.measured``; ``has_token_weights`` says whether tokens
+    have weights in its training loss.
     """
     names = [f"{split}/{name}" for name in ("loss", *measured, "router_aux_loss")]
-    of_steps = "learning_rate", "grad_norm", "cross_entropy", "regularization"
+    of_steps = ("learning_rate", "grad_norm", *(["cross_entropy"] if has_token_weights else []), "regularization")
     of_some = "expert_load_max_over_mean", "padding_share"
     return [*names, *(f"train/{name}" for name in (*of_steps, *of_some))] if split == "train" else names
 
@@ -289,6 +290,8 @@ class StageMetrics(nn.Module):
 
 class WeightedMetrics(StageMetrics):
     """The same of a training whose tokens have weights in the loss, and the mean of their cross-entropy itself."""
+
+    shown = ("cross_entropy",)
 
     def __init__(self, weights: TokenWeights, has_router_loss: bool = False) -> None:
         super().__init__(has_router_loss)

@@ -21,6 +21,7 @@ from lit_ft.internals.lightning import TRAINED
 from lit_ft.model.files.fingerprint import BaseForm, Fingerprint, check_same_base, check_same_form, warn_of_quantization
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
+from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.training.optimizers.configure import PATTERN, check_total_steps, follow_run
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions, check_same_schedule
 from lit_ft.tuning import lora_init, method_hooks
@@ -44,8 +45,10 @@ class SavedState:
         start: LoraInitState | None,
         base: Fingerprint | None,
         form: BaseForm,
+        token_weights: TokenWeights | None,
     ) -> None:
         self.module, self.forward, self.start, self.base, self.form = module, forward, start, base, form
+        self.token_weights = None if token_weights is None else repr(token_weights)
         self.shapes = trainable_shapes(module)
         self.buffers = BufferWatch(forward.base)
         self.optimizer_names: list[list[str]] = []
@@ -110,6 +113,7 @@ class SavedState:
         checkpoint["adapter_start"] = self.start
         checkpoint["base"] = self.base
         checkpoint["base_form"] = self.form.plain()
+        checkpoint["token_weights"] = self.token_weights
         if self.module.device.type == "cpu":
             checkpoint["threads"] = torch.get_num_threads()
         if self.replay is not None:
@@ -142,6 +146,11 @@ class SavedState:
         method_hooks.load_state(self.forward.model, checkpoint.get("method_state", {}))
         if trainer is not None:
             warn_of_quantization(checkpoint.get("base_form"), self.form)
+            if (before := checkpoint.get("token_weights")) != (now := self.token_weights):
+                rank_zero_warn(
+                    f"model.token_weights: the checkpoint was trained with {before or 'none'}, and goes on with "
+                    f"{now or 'none'}"
+                )
             _complete_average(checkpoint, {n: t for n, t in self.module.state_dict().items() if n not in self.shapes})
             states = checkpoint.get("optimizer_states") or [{}]
             groups = states[0].get("param_groups", [])

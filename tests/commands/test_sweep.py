@@ -133,6 +133,14 @@ def test_a_search_depends_on_earlier_results_alone(tmp_path: Path, sweep: list[s
         ),
         (["--vary", "optimizer.lr=1e-4,1e-3", "--metric", "own/score"], "add --mode min or max"),
         (["--vary", "optimizer.lr=1e-4,1e-3", "--trainer.limit_val_batches", "0"], "has no validation data"),
+        (
+            ["--vary", "model.init_args.objective.beta=0.1,0.5"],
+            "a loss and rewards of its own, which do not compare; add --metric val/reward_accuracy",
+        ),
+        (
+            ["--vary", "model.token_weights=null,lit_ft.DFT", "--metric", "train/loss"],
+            "a training loss of its own, which do not compare; add --metric val/loss",
+        ),
         (["--vary", "optimizer.lr=[1e-4,1e-3"], "the values must be YAML"),
     ],
     ids=lambda value: " ".join(value)[-50:] if isinstance(value, list) else None,

@@ -51,13 +51,24 @@ def test_what_is_not_logged_is_refused(monitor: str, has_validation: bool, messa
 
 @pytest.mark.parametrize(
     ("monitor", "mode", "better"),
-    [("val/loss", "max", "min"), ("val/token_accuracy", "min", "max"), ("train/loss/tools", "max", "min")],
+    [
+        *[("val/loss", "max", "min"), ("val/token_accuracy", "min", "max"), ("train/loss/tools", "max", "min")],
+        *[("train/cross_entropy", "max", "min"), ("val/log_prob_chosen", "min", "max")],
+    ],
 )
 def test_the_worst_is_not_taken_for_the_best(monitor: str, mode: str, better: str) -> None:
+    logged = LoggedMetrics(True, measured=("token_accuracy", "log_prob_chosen"), has_token_weights=True)
     for make in (EarlyStopping, ModelCheckpoint):
-        check_callbacks([make(monitor=monitor, mode=better)], LoggedMetrics(True))
+        check_callbacks([make(monitor=monitor, mode=better)], logged)
         with pytest.raises(RecipeError, match=f"the worst {monitor} for the best with mode={mode}; set mode: {better}"):
-            check_callbacks([make(monitor=monitor, mode=mode)], LoggedMetrics(True))
+            check_callbacks([make(monitor=monitor, mode=mode)], logged)
+
+
+def test_cross_entropy_is_logged_where_tokens_have_weights() -> None:
+    stopping = EarlyStopping("train/cross_entropy")
+    check_callbacks([stopping], LoggedMetrics(True, has_token_weights=True))
+    with pytest.raises(RecipeError, match="EarlyStopping monitors 'train/cross_entropy', which is not logged"):
+        check_callbacks([stopping], LoggedMetrics(True))
 
 
 @pytest.mark.parametrize("monitor", ["step", "epoch"])

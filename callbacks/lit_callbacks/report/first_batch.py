@@ -29,6 +29,8 @@ class FirstBatch(TypedDict):
     step: int
     """Optimizer steps before it: 0, or those of the checkpoint that the run resumed from."""
     samples: int
+    pairs: int
+    """Number of pairs of a chosen and a rejected answer, each two samples in this order; 0 in other data."""
     tokens: int
     supervised: int
     has_labels: bool
@@ -47,6 +49,7 @@ def describe_batch(batch: Mapping[str, Any], step: int, tokenizer: "PreTrainedTo
     return {
         "step": step,
         "samples": len(samples),
+        "pairs": len(batch["pairs"]) if isinstance(batch.get("pairs"), Tensor) else 0,
         "tokens": sum(len(sample.ids) for sample in samples),
         "supervised": sum(sum(sample.supervised) for sample in samples),
         "has_labels": has_labels(batch),

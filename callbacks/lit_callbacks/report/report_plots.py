@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LOSS = ("loss", "nats")
 CHARTS = (
     (*LOSS, r"(.*[/_])?loss(_step|_epoch)?"),
+    ("cross-entropy", "nats", r"(.*/)?cross_entropy"),
     ("training loss by source", "nats", r"train/loss/.+"),
     ("validation loss by source", "nats", r"val/loss/.+"),
     ("exact match", "share", r".*exact_match"),

@@ -42,9 +42,10 @@ def count_batch(batch: object) -> BatchCounts:
 
     Three kinds are known: a padded batch in the Hugging Face convention (``input_ids``, and optionally
     ``attention_mask`` and unshifted ``labels``), a packed batch (``input_ids``, ``segment_lengths``, ``targets``: the
-    head is computed for the targets only), and any other batch, whose number of samples is the first dimension of its
-    first tensor that is no scalar. A mask that is not one of tokens (``(samples, 1, T, T)``) leaves the padding
-    unknown; labels of samples, or of a decoder, leave the supervised tokens unknown.
+    head is computed for the targets only; with ``pairs``, a sample is one of these, and two segments), and any other
+    batch, whose number of samples is the first dimension of its first tensor that is no scalar. A mask that is not one
+    of tokens (``(samples, 1, T, T)``) leaves the padding unknown; labels of samples, or of a decoder, leave the
+    supervised tokens unknown.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
         first = _first_tensor(batch)
@@ -54,7 +55,8 @@ def count_batch(batch: object) -> BatchCounts:
         segments = list(batch["segment_lengths"])
         targets = len(batch["targets"]) if "targets" in batch else None
         positions = ids.numel() if targets is None else targets
-        return BatchCounts(len(segments), ids.numel(), ids.numel(), targets, positions, segments)
+        samples = len(batch.get("pairs", segments))
+        return BatchCounts(samples, ids.numel(), ids.numel(), targets, positions, segments)
     mask, labels = per_token(batch, "attention_mask"), per_token(batch, "labels")
     width = ids.shape[-1]
     samples = ids.numel() // max(width, 1)

@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerations, SpikeGuard
 from lit_callbacks.output.step_lines import add_lines
 from lit_callbacks.report import report_plots
+from lit_callbacks.report.first_batch import describe_batch, write_first_batch
 from lit_callbacks.report.headline import headline
 from lit_callbacks.report.report_data import read_metrics, read_run
 from lit_callbacks.report.report_plots import MOST_POINTS, draw, sort_into_charts, thinned
@@ -194,6 +195,21 @@ def test_the_first_batch_is_shown_with_its_supervised_tokens(page: Path) -> None
     marked = '<mark>书</mark><mark class="special">&lt;|im_end|&gt;</mark></pre>'
     assert page.read_text().count(marked) == 2
     assert '<span class="special">&lt;|im_start|&gt;</span><span>u</span>' in page.read_text()
+
+
+def test_a_first_batch_of_pairs_names_their_answers(tmp_path: Path) -> None:
+    batch = {"input_ids": torch.tensor([[*b"abcd", *b"ab", *b"abe"]]), "segment_lengths": [4, 2, 3, 2]}
+    batch["input_ids"] = torch.cat([batch["input_ids"], torch.tensor([list(b"af")])], dim=1)
+    batch |= {"predict_at": torch.tensor([2, 4, 7, 9]), "pairs": torch.tensor([7, 3])}
+    write_first_batch(tmp_path, described := describe_batch(batch, 0, byte_tokenizer()))
+    assert (described["pairs"], described["samples"], described["supervised"]) == (2, 4, 4)
+    (tmp_path / "metrics.csv").write_text("step,train/cross_entropy,train/loss\n0,2.0,0.2\n1,1.0,0.1\n")
+    text = " ".join("".join(parsed(write_report(str(tmp_path))[0]).words).split())
+    assert "2 pairs of a chosen and a rejected answer, 4 conversations, 11 tokens." in text
+    assert "learns to prefer the marked tokens of each chosen answer to those of the rejected one, 4 in all" in text
+    assert text.index("Pair 1, chosen") < text.index("Pair 1, rejected") < text.index("Pair 2, chosen")
+    assert "learns to write" not in text
+    assert "cross-entropy" in text  # a chart of its own
 
 
 def test_a_resumed_run_keeps_its_first_batch_and_another_writes_none(tmp_path: Path) -> None:

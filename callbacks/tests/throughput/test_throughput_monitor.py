@@ -378,6 +378,7 @@ def test_steps_that_lightning_does_not_count_are_a_warning(tmp_path: Path) -> No
 def test_what_batches_hold() -> None:
     row = {"input_ids": torch.zeros(1, 9), "segment_lengths": [4, 5], "targets": torch.zeros(3)}
     assert count_batch(row) == BatchCounts(2, 9, 9, 3, 3, [4, 5])
+    assert count_batch({**row, "pairs": torch.tensor([5])}) == BatchCounts(1, 9, 9, 3, 3, [4, 5])
     empty = {"input_ids": torch.zeros(1, 0), "segment_lengths": [], "targets": torch.zeros(0)}
     assert count_batch(empty) == BatchCounts(0, 0, 0, 0, 0, [])
     assert count_batch({"input_ids": torch.zeros(2, 5)}) == BatchCounts(2, 10, 10, None, 10, [5, 5])

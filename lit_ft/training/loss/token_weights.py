@@ -1,11 +1,22 @@
 """Weights of supervised tokens in the loss, which depend on how probable the model finds each token."""
 
+import inspect
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from lit_ft.errors import RecipeError, explained
+
+
+def with_options(part: object) -> str:
+    """Name of an object's class, and its attributes that are plain arguments of it or its bases: ``DPO(beta=0.1)``."""
+    makers = [vars(kind)["__init__"] for kind in type(part).__mro__ if "__init__" in vars(kind)]
+    names = {name for maker in makers for name in inspect.signature(maker).parameters}
+    plain = (bool, int, float, str, list, tuple, type(None))
+    options = {name: v for name, v in vars(part).items() if name in names and isinstance(v, plain)}
+    texts = (f"{name}={v:g}" if type(v) in (int, float) else f"{name}={v!r}" for name, v in options.items())
+    return f"{type(part).__name__}({', '.join(texts)})"
 
 
 class TokenWeights(ABC):
@@ -17,7 +28,7 @@ class TokenWeights(ABC):
 
     def __repr__(self) -> str:
         """Name and options, e.g. ``DFT()``."""
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        return with_options(self)
 
 
 class DFT(TokenWeights):
@@ -36,7 +47,7 @@ def check_token_weights(weights: TokenWeights) -> None:
     """Try weights on three tokens, so that those that a user has written fail before the long work starts.
 
     Raises:
-        RecipeError: they are not a finite number of 0 or above for each token.
+        RecipeError: they are not a finite number of 0 or above for each token, or depend on the tokens beside it.
     """
     name, cross_entropy = type(weights).__name__, torch.tensor([0.0, 1.0, 8.0])
     with explained("model.token_weights", f"fix {name}"):
@@ -49,3 +60,13 @@ def check_token_weights(weights: TokenWeights) -> None:
             f"model.token_weights: {name}.of gives {factors.tolist()} for cross-entropies of "
             f"{cross_entropy.tolist()}; factors must be 0 or above, and finite"
         )
+    with explained("model.token_weights", f"fix {name}"):
+        alone = torch.cat([weights.of(one) for one in cross_entropy.split(1)])
+    if alone.shape != factors.shape or not torch.allclose(alone.float(), factors.float(), rtol=1e-4, atol=1e-6):
+        raise RecipeError(
+            f"model.token_weights: {name}.of gives {factors.tolist()} for cross-entropies of {cross_entropy.tolist()} "
+            f"together, and {alone.tolist()} one by one; compute the factor of a token from it alone, because tokens "
+            "come in parts of a micro-batch, whose size must not change what is trained"
+        )
+    with explained("model.token_weights", f"fix {name}: a micro-batch may have no supervised token"):
+        weights.of(cross_entropy[:0])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lit_ft.errors import RecipeError, check_types, explained
+from lit_ft.training.loss.token_weights import with_options
 
 
 class AnswerLogProbs(NamedTuple):
@@ -51,8 +52,7 @@ class Objective(ABC):
 
     def __repr__(self) -> str:
         """Name and options, e.g. ``DPO(beta=0.1, label_smoothing=0, nll_weight=0)``."""
-        options = (f"{name}={value:g}" for name, value in vars(self).items() if isinstance(value, int | float))
-        return f"{type(self).__name__}({', '.join(options)})"
+        return with_options(self)
 
 
 class DPO(Objective):
@@ -175,7 +175,7 @@ def check_objective(objective: Objective) -> None:
     """Try an objective on three pairs, so that one that a user has written fails before the long work starts.
 
     Raises:
-        RecipeError: it does not say whether it needs a reference, or has no loss with a gradient for each pair.
+        RecipeError: it does not say whether it needs a reference, or has no loss with a gradient for each pair alone.
     """
     name, pairs = type(objective).__name__, 3
     if not isinstance(getattr(objective, "needs_reference", None), bool):
@@ -183,7 +183,7 @@ def check_objective(objective: Objective) -> None:
             f"model.objective: {name} has no needs_reference; set it to True or False in the class: whether it "
             "compares the model with what it was before training"
         )
-    policy = torch.full((pairs,), -2.0, requires_grad=True)
+    policy = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
     chosen, rejected = (AnswerLogProbs(k * policy, torch.zeros(pairs), torch.full((pairs,), 4.0)) for k in (1, 2))
     with explained("model.objective", f"fix {name}"), torch.enable_grad():
         found = {"losses": objective.losses(chosen, rejected), "reward": objective.reward(chosen)}
@@ -194,8 +194,22 @@ def check_objective(objective: Objective) -> None:
                 f"model.objective: {name}.{method} gives {what} for {pairs} pairs; return one value for each, whose "
                 "mean is taken over the pairs of the whole optimizer step"
             )
-    if not found["losses"].requires_grad:
+    losses = found["losses"]
+    if not losses.requires_grad:
         raise RecipeError(f"model.objective: {name}.losses has no gradient; compute it from the answers' policy")
+    with explained("model.objective", f"fix {name}"):
+        one_by_one = [(_pair(chosen, i), _pair(rejected, i)) for i in range(pairs)]
+        alone = torch.cat([objective.losses(*both) for both in one_by_one])
+    if alone.shape != losses.shape or not torch.allclose(alone, losses, rtol=1e-4, atol=1e-6):
+        raise RecipeError(
+            f"model.objective: {name}.losses gives {losses.tolist()} for {pairs} pairs together, and {alone.tolist()} "
+            "one by one; compute the loss of a pair from it alone, because the size of micro-batches must not change "
+            "what is trained"
+        )
+
+
+def _pair(answers: AnswerLogProbs, index: int) -> AnswerLogProbs:
+    return AnswerLogProbs(*(part[index : index + 1] for part in answers))
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
 import os
+import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from lit_ft import DFT, DPO, CausalLM, PreferenceLM, RecipeError, TextDataModule
+from lit_ft.export.folder_texts import run_texts
+from lit_ft.run.folder import RunFolder
 from lit_ft.strategies import ModelParallelStrategy
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy
 from lit_ft.training.loss.token_weights import TokenWeights
@@ -163,9 +167,23 @@ class OfTheBatch(TokenWeights):
         return cross_entropy.mean()
 
 
+class OfTheBest(TokenWeights):
+    def of(self, cross_entropy: Tensor) -> Tensor:
+        return torch.exp(cross_entropy.min() - cross_entropy)
+
+
+class OfAnyToken(TokenWeights):
+    def of(self, cross_entropy: Tensor) -> Tensor:
+        if not len(cross_entropy):
+            raise ValueError("no first token")
+        return torch.ones_like(cross_entropy)
+
+
 @pytest.mark.parametrize(
     ("weights", "why"),
     [
+        (OfTheBest(), "one by one; compute the factor of a token from it alone, because tokens come in parts of a"),
+        (OfAnyToken(), "no first token; fix OfAnyToken: a micro-batch may have no supervised token"),
         (Negative(), "Negative.of gives [-0.0, -1.0, -8.0] for cross-entropies of [0.0, 1.0, 8.0]; factors must be 0"),
         (OfTheBatch(), "OfTheBatch.of gives a tensor of shape () for 3 tokens; return one factor for each"),
     ],
@@ -179,3 +197,52 @@ def test_own_weights_are_tried_at_once(model_folder: str, weights: TokenWeights,
 def test_pairs_have_no_token_weights(model_folder: str) -> None:
     with pytest.raises(RecipeError, match="the loss of a pair is the objective's; leave token_weights out"):
         PreferenceLM(model_folder, objective=DPO(), token_weights=DFT())
+
+
+class Power(TokenWeights):
+    """Weights with options, and with state that is none of them."""
+
+    def __init__(self, power: float = 0.5, kind: str = "power") -> None:
+        self.power, self.kind, self.calls = power, kind, 0
+
+    def of(self, cross_entropy: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.exp(-self.power * cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "line"),
+    [
+        (None, DFT(), r"the checkpoint was trained with none, and goes on with DFT\(\)"),
+        (Power(), None, r"was trained with Power\(power=0.5, kind='power'\), and goes on with none"),
+        (Power(), Power(1), r"trained with Power\(power=0.5, kind='power'\), and goes on with Power\(power=1, kind="),
+        (Power(), Power(), None),
+    ],
+)
+def test_weights_that_change_are_named(
+    make_trainer: Any, model_folder: str, rows: str, tmp_path: Any, before: Any, now: Any, line: str | None
+) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    trainer = make_trainer(max_steps=1, limit_val_batches=0)
+    trainer.fit(CausalLM(model_folder, peft=lora, token_weights=before), TextDataModule(rows, max_length=96))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    module = CausalLM(model_folder, peft=lora, token_weights=now)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(max_steps=2, limit_val_batches=0).fit(
+            module, TextDataModule(rows, max_length=96), ckpt_path=str(tmp_path / "one.ckpt")
+        )
+    found = [str(one.message) for one in caught if "model.token_weights" in str(one.message)]
+    assert len(found) == (line is not None)
+    assert line is None or re.search(line, found[0])
+
+
+def test_a_card_names_the_weights(make_trainer: Any, model_folder: str, rows: str, tmp_path: Any) -> None:
+    module = CausalLM(model_folder, peft=LoraConfig(r=4, target_modules=["q_proj"]), token_weights=DFT())
+    trainer = make_trainer(max_steps=1, limit_val_batches=0, log_every_n_steps=1)
+    trainer.fit(module, TextDataModule(rows, max_length=96))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    card = run_texts("adapter", RunFolder(tmp_path), module, logged, {})["README.md"]
+    assert "Trained with tokens weighted in the loss by `DFT()`." in card
+    assert "| train/cross_entropy |" in card
+    assert "train/cross_entropy" in trainer.progress_bar_metrics  # the loss with weights says little by itself

@@ -96,6 +96,10 @@ class Own(DPO):
         (Tensor.mean, r"Own\.losses gives a tensor of shape \(\) for 3 pairs; return one value for each"),
         (Tensor.tolist, r"Own\.losses gives list for 3 pairs"),
         (Tensor.detach, r"Own\.losses has no gradient"),
+        (
+            lambda losses: losses - losses.mean(),
+            r"Own\.losses gives .* for 3 pairs together, and \[0\.0, 0\.0, 0\.0\] one by one",
+        ),
         (lambda losses: losses + torch.ones(2), r"model\.objective: RuntimeError: .*; fix Own"),
     ],
 )
@@ -110,3 +114,16 @@ def test_an_own_objective_that_does_not_say_what_it_needs() -> None:
     silent.needs_reference = None
     with pytest.raises(RecipeError, match="Own has no needs_reference; set it to True or False"):
         check_objective(silent)
+
+
+class Margin(DPO):
+    """With options of its own beside those of its base, and an attribute that is none."""
+
+    def __init__(self, kind: str = "hard", beta: float = 0.3) -> None:
+        super().__init__(beta)
+        self.kind, self.calls = kind, 7
+
+
+def test_an_objective_is_named_with_its_options() -> None:
+    assert repr(DPO()) == "DPO(beta=0.1, label_smoothing=0, nll_weight=0)"
+    assert repr(Margin()) == "Margin(beta=0.3, label_smoothing=0, nll_weight=0, kind='hard')"

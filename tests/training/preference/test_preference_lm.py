@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compared_strategies import assert_same, sgd
+from compared_strategies import Record, assert_same, sgd
 from lit_callbacks import ForgettingProbe
 from peft import LoraConfig, LoraGAConfig
 from peft.tuners.lora.loraga import preprocess_loraga
@@ -18,6 +18,9 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_ft import DPO, ORPO, CausalLM, PreferenceLM, RecipeError, SimPO, TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.export.folder_texts import run_texts, samples_of
+from lit_ft.run.folder import RunFolder
 from lit_ft.training.preference.metrics import NAMES
 from lit_ft.training.preference.objectives import AnswerLogProbs, Objective
 from lit_ft.tuning import lora_init
@@ -170,6 +173,38 @@ def test_a_short_run_computes_the_reference_of_its_own_pairs(
         make_trainer(max_steps=9).fit(longer, data_of(pairs, val_path=None), ckpt_path=tmp_path / "short.ckpt")
     with pytest.raises(RecipeError, match=r"5 of 5 pairs \(val\) by the model as it was before training"):
         make_trainer().validate(module, data_of(pairs), verbose=False)
+
+
+def test_a_run_resumed_with_other_micro_batches_has_the_reference_of_what_is_left(
+    make_trainer: Any, model_folder: str, pairs: str, tmp_path: Path
+) -> None:
+    for steps in (2, 4):
+        module = PreferenceLM(model_folder, peft=LORA, optimizer=sgd)
+        record = Record(2, str(tmp_path / f"{steps}.ckpt"))
+        trainer = make_trainer(max_steps=steps, callbacks=[record], plugins=[AnyCheckpointIO()])
+        trainer.fit(module, data_of(pairs, val_path=None))
+
+    def go_on(begun: str) -> PreferenceLM:
+        module, data = PreferenceLM(model_folder, peft=LORA, optimizer=sgd), data_of(pairs, val_path=None)
+        data.micro_batch_size = 1
+        trainer = make_trainer(max_steps=4, plugins=[AnyCheckpointIO()])
+        trainer.fit(module, data, ckpt_path=str(tmp_path / begun))
+        return module
+
+    go_on("4.ckpt")  # two steps of one pair, behind four pairs of eight
+    with pytest.raises(RecipeError, match=r"2 of 6 pairs \(train\) .* begin a new run with as many steps"):
+        go_on("2.ckpt")
+
+
+def test_a_card_names_the_objective_and_counts_pairs(
+    make_trainer: Any, model_folder: str, pairs: str, tmp_path: Path
+) -> None:
+    module, data = PreferenceLM(model_folder, peft=LORA, objective=SimPO()), data_of(pairs, val_path=None)
+    make_trainer(max_steps=1).fit(module, data)
+    (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{path: {pairs}}}}}")
+    card = run_texts("adapter", RunFolder(tmp_path), module, {}, samples_of(data))["README.md"]
+    assert "Trained on pairs of a better and a worse answer by `SimPO(beta=2, gamma=1)`." in card
+    assert "- `pairs`: 13 pairs\n" in card
 
 
 @pytest.mark.parametrize(
