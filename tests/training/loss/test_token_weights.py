@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lit_ft import DFT, DPO, CausalLM, PreferenceLM, RecipeError, TextDataModule
 from lit_ft.export.folder_texts import run_texts
 from lit_ft.run.folder import RunFolder
-from lit_ft.strategies import ModelParallelStrategy
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy
 from lit_ft.training.loss.token_weights import TokenWeights
 
@@ -122,12 +122,16 @@ def test_numbers_do_not_depend_on_the_split(make_trainer: Any, model_folder: str
     assert same == pytest.approx(means, rel=1e-4, abs=1e-5)
 
 
+ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 STRATEGIES: dict[str, tuple[int, int, Any]] = {
     "ddp": (2, 2, "ddp"),
+    "fsdp": (2, 2, FSDPStrategy),
+    "zero3": (2, 2, partial(DeepSpeedStrategy, config=ZERO3)),
     "tp2": (2, 1, partial(ModelParallelStrategy, tensor_parallel_size=2)),
     "cp2": (2, 1, partial(ModelParallelStrategy, context_parallel_size=2)),
     "pp2": (2, 1, partial(ModelParallelStrategy, pipeline_parallel_size=2)),
 }
+"""Each with its numbers of ranks and of replicas."""
 
 
 @pytest.mark.processes
