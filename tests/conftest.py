@@ -49,13 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     tables = [name for name in ("--numerics", "--matrix") if config.getoption(name)]
     if tables and config.getoption("numprocesses", None):
         raise pytest.UsageError(f"{tables[0]} writes what the tests of one process find; leave out -n")
-    workers = 0 if hasattr(config, "workerinput") else config.getoption("numprocesses", None) or 0
-    if not workers:
+    hands_out_tests = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not hands_out_tests:
         config.pluginmanager.import_plugin("shared_fixtures")
-    elif sys.platform == "linux" and not os.path.exists("/dev/nvidiactl"):  # forks cannot use CUDA
-        from forked_workers import fork_workers
-
-        fork_workers(config, workers)
 
 
 def pytest_unconfigure() -> None:
