@@ -245,17 +245,6 @@ def test_ids_beyond_the_vocabulary_are_named(make_trainer: Any, model_folder: st
         make_trainer(max_steps=1).fit(CausalLM(model_folder), DataLoader(rows, batch_size=4))
 
 
-def test_several_loaders_count_together(make_trainer: Any, model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "lightning.pytorch")
-    first, second = torch.randint(3, 300, (2, 4, 12))
-    trainer, module = make_trainer(), CausalLM(model_folder)
-    trainer.validate(module, padded(torch.cat([first, second])))
-    together = trainer.callback_metrics["val/loss"]
-    trainer.validate(module, [padded(first), padded(second)])
-    assert trainer.callback_metrics["val/loss"] == pytest.approx(float(together), rel=1e-6)
-    assert "means over the tokens of all 2 val_dataloaders together" in caplog.text
-
-
 def test_a_call_with_a_padded_batch(model_folder: str) -> None:
     module, ids = CausalLM(model_folder), torch.randint(3, 300, (2, 6))
     with pytest.raises(RecipeError, match="has no weights yet"):

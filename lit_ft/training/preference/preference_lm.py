@@ -87,13 +87,11 @@ class PreferenceLM(CausalLM):
         """Part of the step's mean loss over pairs."""
         return super().training_step(self._with_reference(batch, "train"), batch_idx)
 
-    def validation_step(
-        self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def validation_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into the means of val."""
         super().validation_step(self._with_reference(batch, "val"), batch_idx)
 
-    def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into the means of test."""
         super().test_step(self._with_reference(batch, "test"), batch_idx)
 

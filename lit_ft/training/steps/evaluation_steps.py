@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.internals.lightning_internals import logged_step
 from peft import PeftModel
 from torch import Tensor
@@ -41,14 +40,12 @@ class EvaluationStepsModule(LightningModule):
             raise RecipeError("the model has no weights yet: a Trainer reads them, or model.configure_model()")
         return self._packed.as_packed_batch(batch)
 
-    def validation_step(
-        self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def validation_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into val/loss, val/perplexity and val/token_accuracy."""
         packed = self._packed.as_packed_batch(batch)
         self.val_metrics.add(self(packed), packed)
 
-    def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into test/loss, test/perplexity and test/token_accuracy."""
         packed = self._packed.as_packed_batch(batch)
         self.test_metrics.add(self(packed), packed)
@@ -57,7 +54,6 @@ class EvaluationStepsModule(LightningModule):
         """Let a validation between the micro-batches of a step be logged at the step before, whose weights it sees."""
         super().on_validation_start()
         warn_of_repeated_samples(self.trainer.val_dataloaders, "validation")
-        _tell_of_several(self.trainer.val_dataloaders, "val")
         if not self.trainer.sanity_checking and self.trainer.global_step:
             self._logged_step = logged_step(self.trainer)
             set_logged_steps(self.trainer, self.trainer.global_step - 1)
@@ -78,17 +74,7 @@ class EvaluationStepsModule(LightningModule):
         """Name samples that count twice."""
         super().on_test_start()
         warn_of_repeated_samples(self.trainer.test_dataloaders, "test")
-        _tell_of_several(self.trainer.test_dataloaders, "test")
 
     def on_test_epoch_end(self) -> None:
         """Log the means over the test set."""
         self.test_metrics.log(self, "test")
-
-
-def _tell_of_several(loaders: object, split: str) -> None:
-    """Print that the metrics are those of several loaders together."""
-    if isinstance(loaders, Sequence) and len(loaders) > 1:
-        rank_zero_info(
-            f"{split}/loss and the other metrics are means over the tokens of all {len(loaders)} {split}_dataloaders "
-            "together; for a loss of each take TextDataModule with val_sources"
-        )
