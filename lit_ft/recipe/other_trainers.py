@@ -441,7 +441,6 @@ OPTIONS = {
     "use_cpu": "trainer.accelerator (cpu)",
     "use_dft_loss": "model.token_weights (lit_ft.DFT)",
     "use_dora": "model.peft.use_dora",
-    "use_dynamic_finetuning": "model.token_weights (lit_ft.DFT)",
     "use_flash_attention": "nothing: attention over packed batches is chosen by the device",
     "use_flash_attn": "nothing: attention over packed batches is chosen by the device",
     "use_galore": "optimizer; see recipes/optimizers/galore.yaml",

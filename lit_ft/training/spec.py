@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -178,10 +179,7 @@ class TrainingSpec:
         # Some models draw while they are built, though not where they are built without memory for weights.
         process.seed_torch(process.seed())
         before = PackedForward(base, self.activation_offload, self.router_aux_loss)
-
-        def for_init(batch: PackedBatch) -> TokenLoss:
-            return before.token_loss(before.hidden_states(batch), batch, loss_of(batch) or self.token_weights)
-
+        for_init = partial(self._loss_for_init, before, loss_of)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         if (tokenizer := self.base.tokenizer_in_use) is not None:
             untrained_ends.warn(base, tokenizer)
@@ -197,6 +195,12 @@ class TrainingSpec:
             layers = loading.decoder_layers(forward.base)
             compiled_layers.compile_layers(layers, self.compile, self.gradient_checkpointing)
         return forward, start
+
+    def _loss_for_init(
+        self, forward: PackedForward, loss_of: Callable[[PackedBatch], LossOf | None], batch: PackedBatch
+    ) -> TokenLoss:
+        """Training loss of a batch, by a base without its adapter."""
+        return forward.token_loss(forward.hidden_states(batch), batch, loss_of(batch) or self.token_weights)
 
 
 def prepare_for_packed_batches(base: PreTrainedModel) -> None:
