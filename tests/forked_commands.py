@@ -127,13 +127,14 @@ class ForkedCommand:
 def session_members(session: int) -> list[int]:
     """Process ids of a session, without zombies."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for process in filter(str.isdecimal, os.listdir("/proc")):
         try:
-            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            stat = Path("/proc", process, "stat").read_text()
         except OSError:  # it has ended
             continue
+        state, _, _, its_session = stat.rpartition(")")[2].split()[:4]
         if int(its_session) == session and state != "Z":
-            found.append(int(path.parent.name))
+            found.append(int(process))
     return found
 
 
