@@ -2,7 +2,9 @@
 
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
 mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on pairs of answers by an objective (``DPO``, ``IPO``,
-``SimPO``, ``ORPO``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers,
+``SimPO``, ``ORPO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``, ``RLOO``) and rewards
+(``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``), ``ExactMatch`` and
+``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers,
 ``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a
 user can correct. LoRA::
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from lit_ft.training.causal_lm import CausalLM
     from lit_ft.training.loss.token_weights import DFT
     from lit_ft.training.optimizers.initial_state import InitialAdamState
+    from lit_ft.training.policy.algorithms import GRPO, RLOO, DrGRPO
+    from lit_ft.training.policy.policy_lm import PolicyLM
+    from lit_ft.training.policy.rewards import ExactAnswer, FinalNumber, Matches, OverlongPenalty, Similarity
     from lit_ft.training.preference.objectives import DPO, IPO, ORPO, SimPO
     from lit_ft.training.preference.preference_lm import PreferenceLM
 
@@ -41,15 +46,24 @@ __version__ = "0.1.0"
 __all__ = [
     "DFT",
     "DPO",
+    "GRPO",
     "IPO",
     "ORPO",
+    "RLOO",
     "AnswerScores",
     "CausalLM",
+    "DrGRPO",
+    "ExactAnswer",
     "ExactMatch",
+    "FinalNumber",
     "InitialAdamState",
+    "Matches",
+    "OverlongPenalty",
+    "PolicyLM",
     "PreferenceLM",
     "RecipeError",
     "SimPO",
+    "Similarity",
     "Source",
     "TextDataModule",
 ]
@@ -57,15 +71,24 @@ __all__ = [
 _HOME = {
     "DFT": "lit_ft.training.loss.token_weights",
     "DPO": "lit_ft.training.preference.objectives",
+    "GRPO": "lit_ft.training.policy.algorithms",
     "IPO": "lit_ft.training.preference.objectives",
     "ORPO": "lit_ft.training.preference.objectives",
+    "RLOO": "lit_ft.training.policy.algorithms",
     "AnswerScores": "lit_ft.training.answer_scores.rouge_and_bleu",
     "CausalLM": "lit_ft.training.causal_lm",
+    "DrGRPO": "lit_ft.training.policy.algorithms",
+    "ExactAnswer": "lit_ft.training.policy.rewards",
     "ExactMatch": "lit_ft.training.answer_scores.exact_match",
+    "FinalNumber": "lit_ft.training.policy.rewards",
     "InitialAdamState": "lit_ft.training.optimizers.initial_state",
+    "Matches": "lit_ft.training.policy.rewards",
+    "OverlongPenalty": "lit_ft.training.policy.rewards",
+    "PolicyLM": "lit_ft.training.policy.policy_lm",
     "PreferenceLM": "lit_ft.training.preference.preference_lm",
     "RecipeError": "lit_ft.errors",
     "SimPO": "lit_ft.training.preference.objectives",
+    "Similarity": "lit_ft.training.policy.rewards",
     "Source": "lit_ft.data.text.sources",
     "TextDataModule": "lit_ft.data.text_data",
 }

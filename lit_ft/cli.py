@@ -276,6 +276,7 @@ _CHATTER = (
     ".*LeafSpec.*",
     ".*does not have many workers.*",  # samples are in memory: workers would only add start-up time
     ".*smaller than the logging interval.*",
+    ".*overridden `on_after_batch_transfer` in `LightningModule`.*",  # PolicyLM's is meant for any data
     ".*Total length of `tuple` across ranks is zero.*",  # there is no validation data, and none was asked for
     ".*sync_dist=True.*",  # metrics are summed over ranks before they are logged
     ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe is stored beside the checkpoints

@@ -61,9 +61,16 @@ class PackedBatch(TypedDict, total=False):
     reference_log_probs: Tensor
     """``(P, 2)``, fp32: log-probabilities of the chosen and the rejected answer of each pair by the model as it was
     before training, which ``PreferenceLM`` adds; 0 where its objective does not need them."""
+    target_weights: Tensor
+    """``(n,)``, fp32: factor on the loss of each target, where answers that the model gave train it."""
+    answers: int
+    """What the loss is a mean over, present with ``target_weights``: answers of the batch, also those that it does not
+    hold because their factor is 0."""
     window_tokens: int
     """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
     samples are pairs, the number of its pairs."""
+    window_samples: int
+    """Samples with supervised tokens, or pairs, of this rank in the window."""
     window_sources: Sequence[int]
     """Sources with supervised tokens (or pairs) in the window, on any rank, as indices into ``source_names``."""
 
@@ -135,7 +142,9 @@ def _targets_of_segments(batch: PackedBatch) -> np.ndarray:
 
 
 def terms_of_mean(batch: PackedBatch) -> int:
-    """Number of what the loss is the mean over: the supervised tokens of a packed batch, or its pairs."""
+    """Number of what the loss is the mean over: supervised tokens of a packed batch, its pairs, or weighted answers."""
+    if "answers" in batch:
+        return batch["answers"]
     return len(batch["pairs"] if "pairs" in batch else batch["targets"])
 
 
@@ -163,7 +172,9 @@ def split(batch: PackedBatch, parts: int) -> list[PackedBatch]:
     lengths = [sum(segments[at : at + size]) for at in range(0, len(segments), size)]
     samples = split_evenly(lengths, min(parts, len(lengths)))
     pieces = [_part(batch, segments, size * part.start, size * part.stop) for part in samples]
-    dummy = _dummy(batch["input_ids"].device)
+    dummy = dummy_batch(batch["input_ids"].device)
+    if "target_weights" in batch:
+        dummy["target_weights"] = batch["target_weights"][:0]
     return pieces + [with_no_pairs(dummy) if "pairs" in batch else dummy] * (parts - len(pieces))
 
 
@@ -180,6 +191,8 @@ def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> 
     )
     if "target_sources" in batch:
         piece["target_sources"] = batch["target_sources"][is_here]
+    if "target_weights" in batch:
+        piece["target_weights"] = batch["target_weights"][is_here]
     if "pairs" in batch:
         piece["target_answers"] = batch["target_answers"][is_here] - first
         piece["pairs"] = batch["pairs"][first // 2 : last // 2]
@@ -189,7 +202,8 @@ def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> 
     return piece
 
 
-def _dummy(device: torch.device) -> PackedBatch:
+def dummy_batch(device: torch.device) -> PackedBatch:
+    """A batch of one token that predicts nothing, which adds nothing to loss or gradients."""
     batch = pack_samples([(np.zeros(1, dtype=np.int64), np.full(1, IGNORE_INDEX))])
     for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
         batch[name] = batch[name].to(device)

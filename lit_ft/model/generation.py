@@ -242,6 +242,8 @@ class GeneratedAnswer(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     """None where it is not known: a module with an ``answer`` of its own."""
+    ids: Sequence[int] = ()
+    """Tokens, with the one that ended it; empty where they are not known."""
 
 
 @torch.no_grad()
@@ -249,7 +251,7 @@ def generate_answers(
     model: PreTrainedModel | PeftModel,
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Sequence[list[int]],
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     rows: Sequence[int] | None = None,
@@ -262,7 +264,7 @@ def generate_answers(
         model: model that generates: ``base``, or the PEFT model around it.
         base: Hugging Face model.
         tokenizer: tokenizer with a padding or end-of-sequence token.
-        prompts: rendered prompts, with special tokens as text and the opening of the assistant's turn.
+        prompts: rendered prompts, with special tokens as text and the opening of the assistant's turn; or their tokens.
         max_new_tokens: largest number of tokens of an answer.
         sampling: choice of the next token.
         rows: number of each prompt's row, which seeds its random numbers; None counts the prompts.
@@ -270,7 +272,10 @@ def generate_answers(
     Raises:
         RecipeError: a prompt leaves no position for an answer, where a model has learned its positions.
     """
-    encoded = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    encoded = [
+        tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
     numbers = rows or range(len(prompts))
     rooms = _rooms(model, base, encoded, max_new_tokens)
     batches = _batches(base, encoded, [room < max_new_tokens for room in rooms])
@@ -287,8 +292,9 @@ def generate_answers(
     finally:
         model.train(was_training)
     ids, ends = zip(*(answers[index] for index in range(len(prompts))), strict=True) if prompts else ((), ())
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=not has_marks(tokenizer))
-    return [GeneratedAnswer(*pair) for pair in zip(texts, ends, strict=True)]
+    before_end = [one[:-1] if end == "stop" else one for one, end in zip(ids, ends, strict=True)]
+    decoded = tokenizer.batch_decode(before_end, skip_special_tokens=not has_marks(tokenizer))
+    return [GeneratedAnswer(*answer) for answer in zip(decoded, ends, ids, strict=True)]
 
 
 def _rooms(model: nn.Module, base: PreTrainedModel, encoded: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
@@ -376,6 +382,6 @@ def _generate(
 
 
 def _ended(ids: list[int], stops: Sequence[int]) -> tuple[list[int], FinishReason]:
-    """Tokens of an answer before the first that ends it; all of them if none does."""
+    """Tokens of an answer to the first that ends it; all of them if none does."""
     end = next((index for index, token in enumerate(ids) if token in stops), None)
-    return (ids, "length") if end is None else (ids[:end], "stop")
+    return (ids, "length") if end is None else (ids[: end + 1], "stop")

@@ -277,7 +277,7 @@ _CLASSES_BELOW = {
         "lit_ft.strategies.DeepSpeedStrategy",
     ),
     "model.quantization": ("transformers.BitsAndBytesConfig",),
-    "model": ("lit_ft.PreferenceLM",),
+    "model": ("lit_ft.PreferenceLM", "lit_ft.PolicyLM"),
     "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO"),
     "model.token_weights": ("lit_ft.DFT",),
 }

@@ -36,6 +36,8 @@ from lit_ft.recipe import allowed_code
 from lit_ft.recipe.parse_errors import explain
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.loss.token_weights import TokenWeights
+from lit_ft.training.policy.algorithms import Algorithm
+from lit_ft.training.policy.rewards import Reward
 from lit_ft.training.preference.objectives import Objective
 
 DEFAULT_CLASSES: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
@@ -53,6 +55,8 @@ KINDS: tuple[type, ...] = (
     Logger,
     LRScheduler,
     Objective,
+    Algorithm,
+    Reward,
     Optimizer,
     PeftConfig,
     Precision,

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from lightning.pytorch import LightningModule
@@ -15,8 +16,21 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.generation import GREEDY, GeneratedAnswer, Sampling, generate_answers
 from lit_ft.model.render_limits import render_chat
 from lit_ft.packed_batch import pack_samples
-from lit_ft.protocols import Answer, FinishReason, Question
+from lit_ft.protocols import Answer, Question
 from lit_ft.training.loss.packed_forward import base_model_of
+
+
+class AnswerOptions(NamedTuple):
+    """What a call of ``answer`` asks for beyond its arguments: strategies wrap it, and other modules have it too."""
+
+    sampling: Sampling = GREEDY
+    rows: Sequence[int] | None = None
+    """Numbers that seed the random draws of the answers; None counts the prompts."""
+    prompts: Sequence[list[int]] | None = None
+    """Tokens of the prompts, in place of those of their texts."""
+
+
+DEFAULT_OPTIONS = AnswerOptions()
 
 
 class AnsweringModule(LightningModule):
@@ -26,9 +40,9 @@ class AnsweringModule(LightningModule):
     max_new_tokens: int
     sampling: Sampling = GREEDY
     """Choice of the tokens of ``predict_step``; ``answer`` is greedy."""
-    _answered_rows: Sequence[int] | None = None
-    _ends: Sequence[FinishReason] = ()
-    """What ended each answer of the last call of ``answer``."""
+    _options = DEFAULT_OPTIONS
+    _answers: Sequence[GeneratedAnswer] = ()
+    """Those of the last call of ``answer``."""
 
     @property
     @abstractmethod
@@ -48,19 +62,23 @@ class AnsweringModule(LightningModule):
         An answer ends at the base's end tokens, the tokenizer's, and those that close a turn in its chat template.
         Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
         """
-        chosen = GREEDY if self._answered_rows is None else self.sampling
-        model, base = self.model, self.base_model
-        answers = generate_answers(
-            model, base, self.tokenizer, prompts, max_new_tokens, chosen, self._answered_rows or None
-        )
-        self._ends = [answer.finish_reason for answer in answers if answer.finish_reason is not None]
-        return [answer.text for answer in answers]
+        sampling, rows, ids = self._options
+        asked, base, model = prompts if ids is None else ids, self.base_model, self.model
+        assert model is not None, "base_model has refused it"
+        self._answers = generate_answers(model, base, self.tokenizer, asked, max_new_tokens, sampling, rows or None)
+        return [answer.text for answer in self._answers]
 
-    def ended_answers(self, prompts: Sequence[str], max_new_tokens: int) -> list[GeneratedAnswer]:
+    def ended_answers(
+        self, prompts: Sequence[str], max_new_tokens: int, options: AnswerOptions = DEFAULT_OPTIONS
+    ) -> list[GeneratedAnswer]:
         """``answer``, with what ended each answer; not its result, for strategies and other modules give texts."""
-        self._ends = ()
-        texts = self.answer(prompts, max_new_tokens)
-        return [GeneratedAnswer(*pair) for pair in zip(texts, self._ends or [None] * len(texts), strict=True)]
+        self._options, self._answers = options, ()
+        try:
+            texts = self.answer(prompts, max_new_tokens)
+        finally:
+            self._options = DEFAULT_OPTIONS
+        is_known = len(self._answers) == len(texts)
+        return list(self._answers) if is_known else [GeneratedAnswer(text, None) for text in texts]
 
     def render_prompt(self, messages: list[Message]) -> str:
         """A prompt for ``answer`` from the turns of a conversation, by the chat template.
@@ -84,11 +102,7 @@ class AnsweringModule(LightningModule):
                 "predict takes batches of questions, lists of mappings with row and prompt, as TextDataModule gives "
                 "them; answers to texts of your own are those of model.answer(prompts, max_new_tokens=256)"
             )
-        # Not arguments of `answer`: strategies wrap it, and other modules have it with these two alone.
-        self._answered_rows = [question["row"] for question in batch]
-        try:
-            answers = self.ended_answers([question["prompt"] for question in batch], self.max_new_tokens)
-        finally:
-            self._answered_rows = None
+        options = AnswerOptions(self.sampling, [question["row"] for question in batch])
+        answers = self.ended_answers([question["prompt"] for question in batch], self.max_new_tokens, options)
         pairs = zip(batch, answers, strict=True)
         return [{**question, "answer": one.text, "finish_reason": one.finish_reason} for question, one in pairs]

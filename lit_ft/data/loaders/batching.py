@@ -120,6 +120,8 @@ class Window(NamedTuple):
     """Supervised tokens on this rank; where samples are pairs, the number of pairs."""
     sources: tuple[int, ...]
     """Sources with supervised tokens on any rank; a pair has some."""
+    samples: int
+    """Samples with supervised tokens on this rank; where they are pairs, the number of pairs."""
 
 
 Piece = tuple[MicroBatch, Window, bool]
@@ -139,9 +141,10 @@ def micro_batches(
     for window in plan.windows(units, samples.lengths, accumulate, fill_last_window):
         mine = window[replica]
         tokens = int(sum(counts[members].sum() for members in mine if members))
+        answered = int(sum(np.count_nonzero(samples.supervised[members]) for members in mine if members))
         everywhere = [i for share in window for members in share for i in members]
         sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
-        facts = Window(tokens, tuple(sources.tolist()))
+        facts = Window(tokens, tuple(sources.tolist()), answered)
         for i, members in enumerate(mine):
             yield members, facts, any(share[i] for share in window)
 
@@ -190,7 +193,7 @@ def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
         batch = empty_batch()
     if samples.has_pairs and not members:
         batch = with_no_pairs(batch)
-    batch["window_tokens"], batch["window_sources"] = window
+    batch["window_tokens"], batch["window_sources"], batch["window_samples"] = window
     batch["source_names"] = samples.names
     return batch
 

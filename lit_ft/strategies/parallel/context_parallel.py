@@ -41,7 +41,7 @@ class ContextParallel:
         index_here[indices] = torch.arange(len(indices))
         device = batch["input_ids"].device
         indices, at = indices.to(device), index_here.to(device)[batch["predict_at"]]
-        return {
+        local: PackedBatch = {
             **batch,
             "input_ids": batch["input_ids"][:, indices],
             "position_ids": batch["position_ids"][:, indices],
@@ -50,6 +50,9 @@ class ContextParallel:
             "is_local": at >= 0,
             "token_group": self.mesh.get_group(),
         }
+        if "target_weights" in batch:
+            local["target_weights"] = batch["target_weights"][at >= 0]
+        return local
 
     def full_loss(self, result: TokenLoss, batch: PackedBatch) -> TokenLoss:
         """Loss of the full packed batch, from that of this rank's tokens (``local_tokens``); a collective."""

@@ -144,10 +144,12 @@ class PackedForward:
         self.computed_tokens, self.padding_tokens = 0, 0
         return share
 
-    def token_loss(self, hidden: Tensor, batch: PackedBatch, loss_of: LossOf | TokenWeights | None = None) -> TokenLoss:
+    def token_loss(
+        self, hidden: Tensor, batch: PackedBatch, loss_of: LossOf | TokenWeights | Tensor | None = None
+    ) -> TokenLoss:
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``.
 
-        ``loss_of`` is a loss of the tokens' cross-entropy in place of its sum, or weights of the tokens in it.
+        ``loss_of`` is a loss of the tokens' cross-entropy in place of its sum, or factors on it.
         """
         head = self.base.get_output_embeddings()
         return token_cross_entropy(

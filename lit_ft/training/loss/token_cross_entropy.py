@@ -54,7 +54,7 @@ def token_cross_entropy(
     chunk_tokens: int,
     head_parameters: Sequence[Tensor] = (),
     is_compiled: bool = False,
-    loss_of: LossOf | TokenWeights | None = None,
+    loss_of: LossOf | TokenWeights | Tensor | None = None,
 ) -> TokenLoss:
     """Sum of the cross-entropy over supervised tokens, weighted or not, or another loss of them, chunk by chunk.
 
@@ -74,7 +74,7 @@ def token_cross_entropy(
         chunk_tokens: number of supervised tokens whose logits are in memory at once.
         head_parameters: parameters of the head; trainable ones get their gradients through the result.
         is_compiled: whether torch.compile fuses what follows the head on CUDA.
-        loss_of: loss in place of the sum, or weights of the tokens in it.
+        loss_of: loss in place of the sum, or weights of the tokens in it, also as a tensor ``(n,)``, fp32.
 
     Raises:
         ValueError: ``hidden`` and ``targets`` disagree in length.
@@ -104,13 +104,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk_tokens: int,
         from_logits: FromLogits,
-        loss_of: LossOf | TokenWeights | None,
+        loss_of: LossOf | TokenWeights | Tensor | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         chunks = _Chunks(hidden, head, targets, chunk_tokens, from_logits)
-        if loss_of is None or isinstance(loss_of, TokenWeights):
+        if loss_of is None or isinstance(loss_of, TokenWeights | Tensor):
             per_token, correct, of_hidden, of_parameters = chunks.compute(parameters, loss_of)
-            loss = (per_token if loss_of is None else loss_of.of(per_token) * per_token).sum()
+            loss = (per_token if loss_of is None else _factors(loss_of, per_token) * per_token).sum()
         elif parameters:
             per_token, correct, _, _ = chunks.compute(None)
             loss, weights = loss_of(per_token, True)

@@ -1,0 +1,253 @@
+"""The LightningModule of policy optimization."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_ft import process
+from lit_ft.errors import RecipeError, check_types
+from lit_ft.model.generation import GREEDY, GeneratedAnswer, Sampling, has_marks
+from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.process import datamodule_of
+from lit_ft.protocols import Checkpoint, GivesFirstBatches
+from lit_ft.training.answering import AnswerOptions
+from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
+from lit_ft.training.policy.metrics import OF_ANSWERS, OF_GROUPS, PolicyMetrics, RewardMetrics
+from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
+from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, batch_of, of_replicas_leader
+
+STEPS_WITHOUT_SIGNAL = 10
+"""Optimizer steps without any difference between rewards, after which a line says so."""
+
+
+class PolicyLM(CausalLM):
+    """Fine-tune a causal language model on answers that it gives itself, by rewards of them: GRPO, Dr. GRPO, RLOO.
+
+    It takes the data of supervised training: a sample's last answer is the one that is known, and all before it is the
+    prompt. In each optimizer step the model gives several answers to each prompt, drawn from its own probabilities
+    (temperature 1). The loss is the mean over the answers of the whole optimizer step.
+
+    Logged: ``train/{loss,reward,rewards/<name>,reward_std,signal_share,answer_tokens,cut_share}``, means over answers
+    or prompts of one optimizer step; ``{val,test}/{reward,rewards/<name>,answer_tokens,cut_share}`` of greedy answers,
+    beside loss, perplexity and token accuracy of the known ones; ``.../reward/<source>`` where the data has several
+    sources; and otherwise what ``CausalLM`` logs.
+    """
+
+    measured = (*OF_ANSWERS, *OF_GROUPS, *CausalLM.measured)
+
+    def __init__(
+        self,
+        pretrained: str,
+        rewards: list[Reward] | None = None,
+        reward_weights: list[float] | None = None,
+        algorithm: Algorithm | None = None,
+        answers_per_prompt: int = 8,
+        train_on_cut_answers: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Say what is trained and how.
+
+        Args:
+            pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
+            rewards: what an answer is worth, a list of classes: lit_ft.ExactAnswer, lit_ft.FinalNumber,
+                lit_ft.Similarity, lit_ft.Matches, lit_ft.OverlongPenalty, or your own
+                lit_ft.training.policy.rewards.Reward.
+            reward_weights: factor on each of them in their sum; null is 1 for each.
+            algorithm: weights of answers from their rewards, by class_path: lit_ft.GRPO, lit_ft.DrGRPO, lit_ft.RLOO, or
+                your own lit_ft.training.policy.algorithms.Algorithm. null is GRPO.
+            answers_per_prompt: number of answers to each prompt in a step, 2 or more.
+            train_on_cut_answers: whether answers that max_new_tokens cuts are trained on; with false they only count in
+                the rewards that others are compared with.
+            **kwargs: the other options of ``CausalLM``; max_new_tokens is the length of the longest answer.
+        """
+        check_types("model", PolicyLM.__init__, {name: value for name, value in locals().items() if name != "kwargs"})
+        super().__init__(pretrained, **kwargs)
+        if self.spec.token_weights is not None:
+            raise RecipeError(
+                f"model.token_weights={self.spec.token_weights!r} with {type(self).__name__}, where the weights of "
+                "tokens come from rewards; leave token_weights out"
+            )
+        if answers_per_prompt < 2:
+            raise RecipeError(
+                f"model.answers_per_prompt={answers_per_prompt} must be 2 or more: answers to one prompt are compared"
+            )
+        self.rewards, self.reward_weights = _checked(rewards, reward_weights)
+        self.algorithm = algorithm or GRPO()
+        check_algorithm(self.algorithm, answers_per_prompt)
+        self.answers_per_prompt, self.train_on_cut_answers = answers_per_prompt, train_on_cut_answers
+        names = _unlike([reward.name for reward in self.rewards])
+        self.train_metrics: PolicyMetrics = PolicyMetrics(names, self.spec.router_aux_loss is not None)
+        self.val_metrics: RewardMetrics = RewardMetrics(names)
+        self.test_metrics: RewardMetrics = RewardMetrics(names)
+        self._steps_without_signal = 0
+
+    def check_length(self, what: str, length: int | None) -> None:
+        """Refuse samples that leave no positions for an answer; see ``LimitsLengths``."""
+        longest = None if length is None else length + self.max_new_tokens
+        super().check_length(f"{what} with model.max_new_tokens={self.max_new_tokens}", longest)
+
+    def setup(self, stage: str) -> None:
+        """Refuse data without prompts.
+
+        Raises:
+            RecipeError: its samples have none.
+        """
+        super().setup(stage)
+        data = datamodule_of(self._trainer)
+        if stage == "fit" and isinstance(data, GivesFirstBatches):
+            for batch in data.first_batches(1):
+                asked_of(batch)
+
+    def on_train_start(self) -> None:
+        """Refuse a ledger of the losses of samples, of which there are none.
+
+        Raises:
+            RecipeError: there is one.
+        """
+        super().on_train_start()
+        if self.record_losses is not None:
+            raise RecipeError(
+                f"trainer.callbacks: LossLedger keeps the loss of each sample of the data, and {type(self).__name__} "
+                "trains on answers of its own; leave LossLedger out"
+            )
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    def on_after_batch_transfer(self, batch: PackedBatch, dataloader_idx: int) -> PackedBatch:
+        """In training, answer the prompts of a batch, and put the batch that trains on the answers in its place."""
+        if not self.trainer.training:
+            return batch
+        given = self._packed.as_packed_batch(batch)
+        sampling = Sampling(temperature=1.0, seed=process.seed())
+        rollouts = self._rollouts(given, self.answers_per_prompt, sampling)
+        self.train_metrics.add_rollouts(rollouts, given)
+        return batch_of(rollouts, self._weights(rollouts), given, self.device)
+
+    def _weights(self, rollouts: Rollouts) -> Tensor:
+        """Factor on the cross-entropy of each token of an answer, ``(P, G)``."""
+        if not rollouts.asked:
+            return rollouts.total
+        weights = self.algorithm.advantages(rollouts.total)
+        weights = weights * self.algorithm.token_weight(rollouts.tokens, self.max_new_tokens)
+        return weights if self.train_on_cut_answers else weights.masked_fill(rollouts.is_cut, 0.0)
+
+    def on_validation_batch_start(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the rewards of greedy answers into the means of val."""
+        super().on_validation_batch_start(batch, batch_idx, dataloader_idx)
+        self._add_greedy(batch, self.val_metrics)
+
+    def on_test_batch_start(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the rewards of greedy answers into the means of test."""
+        super().on_test_batch_start(batch, batch_idx, dataloader_idx)
+        self._add_greedy(batch, self.test_metrics)
+
+    def _add_greedy(self, batch: Any, metrics: RewardMetrics) -> None:
+        given = self._packed.as_packed_batch(batch)
+        metrics.add_rollouts(self._rollouts(given, 1, GREEDY), given)
+
+    def _rollouts(self, given: PackedBatch, each: int, sampling: Sampling) -> Rollouts:
+        """Answers to a batch's prompts, ``each`` to one; a collective where ranks share weights."""
+        asked, answers = asked_of(given), []
+        prompts = [one.prompt for one in asked for _ in range(each)]
+        texts = self.tokenizer.batch_decode(prompts)
+        if given["segment_lengths"]:  # no rank computes an empty batch
+            seeds = [one.seed(self.trainer.global_step, answer) for one in asked for answer in range(each)]
+            with self._answering():
+                answers = self.ended_answers(texts, self.max_new_tokens, AnswerOptions(sampling, seeds, prompts))
+        rewards = self._rewards(asked, texts, answers).view(len(self.rewards), len(asked), each)
+        factors = torch.tensor(self.reward_weights).view(-1, 1, 1)
+        return Rollouts(asked, answers, rewards, (factors * rewards).sum(0))
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Context of answers by the weights that train, in the run's precision; training modes are restored."""
+        modes = {part: part.training for part in self.modules()}
+        try:
+            with self.trainer.precision_plugin.forward_context():
+                yield
+        finally:
+            for part, training in modes.items():
+                part.training = training
+
+    def _rewards(self, asked: Sequence[Asked], texts: Sequence[str], answers: Sequence[GeneratedAnswer]) -> Tensor:
+        """Rewards of answers, ``(functions, answers)``, fp32, by the rank that leads each replica; a collective."""
+        found = torch.zeros(len(self.rewards), len(answers))
+        if answers and process.leads_replica(self.trainer):
+            keeps_marks = has_marks(self.tokenizer)
+            known = self.tokenizer.batch_decode([one.expected for one in asked], skip_special_tokens=not keeps_marks)
+            each = len(answers) // len(asked)
+            sampled = [
+                SampledAnswer(text, one.text.strip(), known[i // each].strip(), len(one.ids), one.finish_reason)
+                for i, (text, one) in enumerate(zip(texts, answers, strict=True))
+            ]
+            found = torch.tensor([rewards_of(reward, sampled) for reward in self.rewards])
+        return of_replicas_leader(self.trainer, found)
+
+    # --- step ------------------------------------------------------------------------------------
+
+    def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
+        """Summed loss of the model's answers, from final hidden states ``(1, T, H)``; cross-entropy of other texts."""
+        if "target_weights" in batch:
+            return self._packed.token_loss(hidden, batch, batch["target_weights"])
+        return super().token_loss(hidden, batch)
+
+    def _log_step(self) -> None:
+        super()._log_step()
+        self._steps_without_signal = 0 if self.train_metrics.has_signal else self._steps_without_signal + 1
+        if self._steps_without_signal == STEPS_WITHOUT_SIGNAL:
+            rank_zero_warn(
+                f"model.rewards: in {STEPS_WITHOUT_SIGNAL} optimizer steps all answers to each prompt had the same "
+                "reward, so that nothing is trained. Begin with a model that is right at times (train it on the known "
+                "answers first), take rewards that tell wrong answers apart (lit_ft.Similarity), or raise "
+                "model.answers_per_prompt"
+            )
+
+    # --- save ------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Keep the names of what answers are trained by."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["policy"] = self._policy()
+
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Name what has changed."""
+        super().on_load_checkpoint(checkpoint)
+        before, now = checkpoint.get("policy", "known answers"), self._policy()
+        if before != now:
+            rank_zero_warn(f"model: the checkpoint was trained by {before}, and goes on by {now}")
+
+    def _policy(self) -> str:
+        weighted = zip(self.reward_weights, self.rewards, strict=True)
+        rewards = " + ".join(repr(reward) if factor == 1 else f"{factor:g} {reward!r}" for factor, reward in weighted)
+        return f"{self.algorithm!r} of {self.answers_per_prompt} answers to each prompt, rewarded by {rewards}"
+
+
+def _checked(rewards: list[Reward] | None, factors: list[float] | None) -> tuple[list[Reward], list[float]]:
+    """Rewards and their factors.
+
+    Raises:
+        RecipeError: there is no reward, or the numbers of both differ, or a factor changes nothing.
+    """
+    if not rewards:
+        raise RecipeError(
+            "model.rewards is not set; say what an answer is worth, e.g. rewards: [{class_path: lit_ft.ExactAnswer}]"
+        )
+    if factors is not None and len(factors) != len(rewards):
+        raise RecipeError(
+            f"model.reward_weights={factors} has {len(factors)} numbers for {len(rewards)} rewards; give one for each"
+        )
+    if wrong := [factor for factor in factors or [] if not math.isfinite(factor) or factor == 0]:
+        raise RecipeError(f"model.reward_weights: {wrong[0]} must be finite and not 0; leave a reward of no weight out")
+    return list(rewards), [1.0] * len(rewards) if factors is None else [float(factor) for factor in factors]
+
+
+def _unlike(names: Sequence[str]) -> list[str]:
+    """Names of rewards in metrics, numbered where there are several of one class: ``Matches``, ``Matches_2``."""
+    numbers = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [name if number == 1 else f"{name}_{number}" for name, number in zip(names, numbers, strict=True)]

@@ -1,0 +1,166 @@
+"""Rewards of answers that the model has given: numbers, of which a higher one is a better answer."""
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+from lit_ft.errors import RecipeError, check_counts, check_types, explained
+from lit_ft.protocols import FinishReason
+from lit_ft.training.loss.token_weights import with_options
+
+
+class SampledAnswer(NamedTuple):
+    """An answer that the model has given to a prompt of the data."""
+
+    prompt: str
+    """All that the model has seen, with special tokens as text."""
+    answer: str
+    """Without special tokens, and without white space around it."""
+    expected: str
+    """Answer of the data to this prompt, in the same form."""
+    tokens: int
+    """Number of the answer's tokens, with the one that ends it."""
+    finish_reason: FinishReason | None
+    """What ended it: stop (the model itself) or length (``max_new_tokens``)."""
+
+
+class Reward(ABC):
+    """Rewards of answers."""
+
+    @abstractmethod
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        """Rewards of some answers, one finite number for each; any of them may come together."""
+
+    @property
+    def name(self) -> str:
+        """Name in metrics: ``train/rewards/<name>``."""
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        """Name and options, e.g. ``Matches(pattern='<think>.*')``."""
+        return with_options(self)
+
+
+class ExactAnswer(Reward):
+    """1 where the answer is the expected one, else 0."""
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        """1 or 0 for each answer."""
+        return [float(one.answer == one.expected) for one in answers]
+
+
+class FinalNumber(Reward):
+    """1 where the last number of the answer equals the last number of the expected answer, else 0.
+
+    For arithmetic with steps, e.g. GSM8K (Cobbe et al. 2021, arXiv:2110.14168), whose answers end in ``#### 42``.
+    """
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        """1 or 0 for each answer.
+
+        Raises:
+            RecipeError: an expected answer has no number.
+        """
+        return [float(_last_number(one.answer) == self._expected(one)) for one in answers]
+
+    def _expected(self, one: SampledAnswer) -> float:
+        if (number := _last_number(one.expected)) is None:
+            raise RecipeError(
+                f"model.rewards: FinalNumber compares numbers, and the data's answer {one.expected!r} has none; take "
+                "another reward, or other data"
+            )
+        return number
+
+
+_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+class Similarity(Reward):
+    """How like the expected answer an answer is, 0 to 1: twice the matching characters over all of both.
+
+    It is the ratio of Python's ``difflib.SequenceMatcher``. Where no answer is right yet, it says which is nearer.
+    """
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        """Ratio of each answer."""
+        return [SequenceMatcher(None, one.answer, one.expected, autojunk=False).ratio() for one in answers]
+
+
+class Matches(Reward):
+    """1 where a regular expression matches the whole answer, else 0: for a form that answers are to have."""
+
+    def __init__(self, pattern: str) -> None:
+        r"""Set the form.
+
+        Args:
+            pattern: Python's regular expression, in which a dot matches line breaks, e.g. '<think>.+</think>\s*\d+'.
+        """
+        check_types("model.rewards", Matches.__init__, locals())
+        self.pattern = pattern
+        try:
+            self._compiled = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise RecipeError(
+                f"model.rewards: pattern={pattern!r} of Matches is no regular expression ({error}); Python's syntax: "
+                "https://docs.python.org/3/library/re.html"
+            ) from None
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        """1 or 0 for each answer."""
+        return [float(self._compiled.fullmatch(one.answer) is not None) for one in answers]
+
+
+class OverlongPenalty(Reward):
+    """0 for answers of up to ``free_tokens``, then falling evenly, to -1 at ``max_tokens`` and for answers cut there.
+
+    Soft overlong punishment of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 13).
+    """
+
+    def __init__(self, free_tokens: int, max_tokens: int) -> None:
+        """Set the lengths.
+
+        Args:
+            free_tokens: longest answer, in tokens, that costs nothing.
+            max_tokens: length whose reward is -1, at most ``model.max_new_tokens``.
+        """
+        check_types("model.rewards", OverlongPenalty.__init__, locals())
+        check_counts("model.rewards", free_tokens=free_tokens, max_tokens=max_tokens)
+        if free_tokens >= max_tokens:
+            raise RecipeError(
+                f"model.rewards: OverlongPenalty: free_tokens={free_tokens} must be below max_tokens={max_tokens}"
+            )
+        self.free_tokens, self.max_tokens = free_tokens, max_tokens
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        """Penalty of each answer, -1 to 0."""
+        room = self.max_tokens - self.free_tokens
+        return [-float(min(max((one.tokens - self.free_tokens) / room, 0.0), 1.0)) for one in answers]
+
+
+def rewards_of(reward: Reward, answers: Sequence[SampledAnswer]) -> list[float]:
+    """Rewards of answers.
+
+    Raises:
+        RecipeError: the reward fails, or gives something else than one finite number for each.
+    """
+    with explained("model.rewards", f"fix {reward.name}"):
+        found = list(reward.of(answers))
+    if len(found) != len(answers):
+        raise RecipeError(
+            f"model.rewards: {reward.name}.of gives {len(found)} values for {len(answers)} answers; return one for each"
+        )
+    for value, one in zip(found, answers, strict=True):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise RecipeError(
+                f"model.rewards: {reward.name}.of gives {value!r} for the answer {one.answer[:200]!r}; return a finite "
+                "number"
+            )
+    return [float(value) for value in found]

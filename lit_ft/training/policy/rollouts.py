@@ -1,0 +1,130 @@
+"""From a batch of the data to the answers that the model gives to its prompts, and the batch that trains on them."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import move_data_to_device
+from lit_callbacks.distributed.all_reduce import all_reduce
+from torch import Tensor
+
+from lit_ft import process
+from lit_ft.errors import RecipeError
+from lit_ft.model.generation import GeneratedAnswer
+from lit_ft.packed_batch import IGNORE_INDEX, PackedBatch, dummy_batch, empty_batch, pack_samples
+
+
+class Asked(NamedTuple):
+    """A prompt of the data, and the answer that the data has to it."""
+
+    prompt: list[int]
+    """Tokens before the last supervised run of tokens of a sample."""
+    expected: list[int]
+    """Tokens of that run."""
+    source: int
+    """Source of the sample, an index into the batch's ``source_names``."""
+
+    def seed(self, step: int, answer: int) -> int:
+        """Seed of the draws of an answer in an optimizer step: it depends on no rank and no batch."""
+        text = f"{step} {answer} {self.prompt} {self.expected}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
+def asked_of(batch: PackedBatch) -> list[Asked]:
+    """Prompts of a batch's samples; a sample without supervised tokens asks nothing.
+
+    Raises:
+        RecipeError: a sample has no prompt before its answer.
+    """
+    ids, sources = batch["input_ids"][0].tolist(), batch["target_sources"].tolist()
+    supervised, found, start = batch["predict_at"].cpu().numpy() + 1, [], 0
+    for length in batch["segment_lengths"]:
+        first, end = np.searchsorted(supervised, [start, start + length])
+        if first < end:
+            own = supervised[first:end]
+            gaps = np.flatnonzero(np.diff(own) > 1)
+            run = own[gaps[-1] + 1 :] if len(gaps) else own
+            begins, ends = int(run[0]), int(run[-1]) + 1
+            if begins == start + 1:
+                raise RecipeError(
+                    "PolicyLM answers prompts, and a sample of the data is supervised from its second token on: it has "
+                    "no prompt; give conversations or instructions, and leave data.supervise=all out"
+                )
+            found.append(Asked(ids[start:begins], ids[begins:ends], sources[first]))
+        start += length
+    return found
+
+
+class Rollouts(NamedTuple):
+    """Answers to P prompts, G to each, and what they are worth."""
+
+    asked: Sequence[Asked]
+    answers: Sequence[GeneratedAnswer]
+    """``P * G`` answers, those of a prompt together."""
+    rewards: Tensor
+    """``(functions, P, G)``, fp32, by each reward function."""
+    total: Tensor
+    """``(P, G)``, fp32: weighted sum over functions."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """Numbers of the answers' tokens, ``(P, G)``, fp32."""
+        return torch.tensor([float(len(one.ids)) for one in self.answers]).view_as(self.total)
+
+    @property
+    def is_cut(self) -> Tensor:
+        """Which answers ``max_new_tokens`` ended, ``(P, G)``."""
+        return torch.tensor([one.finish_reason == "length" for one in self.answers]).view_as(self.total)
+
+
+def batch_of(rollouts: Rollouts, weights: Tensor, given: PackedBatch, device: torch.device) -> PackedBatch:
+    """Packed batch that trains on answers, in place of the batch of the data.
+
+    Answers whose weight is 0 have no gradient, and are left out.
+
+    Args:
+        rollouts: answers to the prompts of a batch of the data.
+        weights: factor on the cross-entropy of each of an answer's tokens, ``(P, G)``, fp32.
+        given: the batch of the data.
+        device: device of the result.
+    """
+    each = weights.shape[1]
+    samples: list[tuple[np.ndarray, np.ndarray]] = []
+    factors: list[np.ndarray] = []
+    for number, (answer, weight) in enumerate(zip(rollouts.answers, weights.flatten().tolist(), strict=True)):
+        if weight:
+            prompt, ids = rollouts.asked[number // each].prompt, np.array(answer.ids)
+            labels = np.concatenate([np.full(len(prompt), IGNORE_INDEX), ids])
+            samples.append((np.concatenate([prompt, ids]), labels))
+            factors.append(np.full(len(ids), weight, dtype=np.float32))
+    if samples:
+        batch = move_data_to_device(pack_samples(samples), device)
+    else:
+        batch = dummy_batch(device) if given["segment_lengths"] else move_data_to_device(empty_batch(), device)
+    batch["target_weights"] = torch.from_numpy(np.concatenate([*factors, np.zeros(0, np.float32)])).to(device)
+    batch["answers"] = weights.numel()
+    if "window_samples" in given:
+        batch["window_tokens"] = given["window_samples"] * each
+    return batch
+
+
+def of_replicas_leader(trainer: Trainer, values: Tensor) -> Tensor:
+    """Values of the rank that leads this rank's replica; a collective where ranks share a model.
+
+    Rewards may differ from call to call, and ranks that share a model must train on the same ones.
+
+    Args:
+        trainer: trainer of the run.
+        values: ``(k, n)`` on the CPU; n is the same on all ranks of a replica.
+    """
+    if process.model_parallel_size(trainer) == 1:
+        return values
+    (replicas, rank), device = process.data_parallel(trainer), trainer.strategy.root_device
+    most = int(all_reduce(trainer, torch.tensor(values.shape[1], device=device), "max"))
+    every = torch.zeros(replicas, len(values), most, device=device)
+    if process.leads_replica(trainer):
+        every[rank, :, : values.shape[1]] = values.to(device)
+    return all_reduce(trainer, every, "sum")[rank, :, : values.shape[1]].cpu()

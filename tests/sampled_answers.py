@@ -1,0 +1,89 @@
+"""Data for policy optimization, a reward of any text, and fits of PolicyLM that record what each step measures."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compared_strategies import Record, sgd
+from lit_callbacks.distributed.gather import full_weights
+from peft import LoraConfig
+from shared_fixtures import make_rows
+
+from lit_ft import GRPO, PolicyLM, TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.training.policy.rewards import Reward, SampledAnswer
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+MEASURED = ("train/reward", "train/reward_std", "train/signal_share", "train/answer_tokens", "train/cut_share")
+
+
+class FewLetters(Reward):
+    """Reward that differs between the answers of random weights: the share of the commonest letter."""
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        return [max(map(one.answer.count, one.answer), default=0) / (len(one.answer) + 1) for one in answers]
+
+
+def write_questions(folder: Path) -> str:
+    """File of 10 conversations of unequal lengths; beside it, ``val.json`` with three others."""
+    for name, count, seed in (("val.json", 3, 1), ("train.json", 10, 0)):
+        (folder / name).write_text(json.dumps(make_rows(count, seed)), "utf-8")
+    return str(folder / "train.json")
+
+
+def data_of(path: str, **options: Any) -> TextDataModule:
+    given = {"micro_batch_size": 2, "max_length": 96, "val_path": str(Path(path).with_name("val.json")), **options}
+    return TextDataModule(path, **given)
+
+
+def assert_same_runs(one: Any, other: Any, tolerance: float) -> None:
+    """Compare two results of ``fit``; losses are sums around 0, so that their differences count, not their ratios."""
+    for got, want in zip(one[0], other[0], strict=True):
+        assert got == pytest.approx(want, rel=tolerance, abs=tolerance / 10)
+    for means, wanted in zip(one[1], other[1], strict=True):
+        assert means == pytest.approx(wanted, rel=10 * tolerance)
+    assert one[2].keys() == other[2].keys()
+    for name, weight in other[2].items():
+        torch.testing.assert_close(one[2][name], weight, atol=tolerance, rtol=tolerance, msg=name)
+
+
+class RecordRewards(Record):
+    """Record that keeps the means of each step's answers too."""
+
+    def __init__(self, save_after: int | None, path: str | None) -> None:
+        super().__init__(save_after, path)
+        self.means: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        count = len(self.steps)
+        super().on_train_batch_end(trainer)
+        if len(self.steps) > count:
+            self.means.append({name: float(trainer.callback_metrics[name]) for name in MEASURED})
+
+
+def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: int = 1, strategy: Any = "auto") -> Any:
+    """Losses, norms and means of two epochs in steps of 4 prompts of 10, validation's means, and the final weights."""
+    model = {"peft": LORA, "algorithm": GRPO(), "answers_per_prompt": 3, "max_new_tokens": 6, **how.get("model", {})}
+    module = PolicyLM(folder, rewards=[FewLetters()], optimizer=how.get("optimizer", sgd), **model)
+    record = RecordRewards(how.get("save_after"), how.get("save"))
+    data = data_of(path, **how.get("data", {}))
+    replicas = how.get("replicas", world)
+    trainer = make_trainer(
+        max_epochs=2,
+        devices=world,
+        strategy=strategy() if callable(strategy) else strategy,
+        accumulate_grad_batches=4 // (data.micro_batch_size * replicas),
+        log_every_n_steps=1,
+        gradient_clip_val=100.0,
+        callbacks=[record, *how.get("callbacks", [])],
+        use_distributed_sampler=False,
+        plugins=[AnyCheckpointIO()],
+        **how.get("trainer", {}),
+    )
+    trainer.fit(module, data, ckpt_path=how.get("resume"))
+    val = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    gather = getattr(trainer.strategy, "full_weights", full_weights)
+    return record.steps, [*record.means, val], gather(module, lambda _, p: p.requires_grad, keep=True)

@@ -1,0 +1,90 @@
+"""Every strategy draws the same answers and computes the same steps as one process does; also after a resume."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import LiveRanks
+from sampled_answers import assert_same_runs, fit, write_questions
+
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("policy")]  # its tests share ranks and fits
+
+
+def _parallel(**options: Any) -> ModelParallelStrategy:
+    return ModelParallelStrategy(timeout=timedelta(seconds=60), **options)
+
+
+def _zero3() -> DeepSpeedStrategy:
+    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return DeepSpeedStrategy(config={"zero_optimization": sharded})
+
+
+STRATEGIES: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "ddp": (partial(str, "ddp"), 2, 2),
+    "fsdp": (FSDPStrategy, 2, 2),
+    "zero3": (_zero3, 2, 2),
+    "tp2": (partial(_parallel, tensor_parallel_size=2), 2, 1),
+    "cp2": (partial(_parallel, context_parallel_size=2), 2, 1),
+    "pp2": (partial(_parallel, pipeline_parallel_size=2), 2, 1),
+    "cp2 x pp2": (partial(_parallel, context_parallel_size=2, pipeline_parallel_size=2), 4, 1),
+}
+"""Each with its number of ranks, and of replicas."""
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_questions(tmp_path_factory.mktemp("questions"))
+
+
+def _fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], name: str) -> Any:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    strategy, world, replicas = STRATEGIES[name]
+    return fit(make_trainer, folder, path, {**how, "replicas": replicas}, world, strategy)
+
+
+WAYS: dict[str, dict[str, Any]] = {"adapter": {}, "everything": {"model": {"peft": None}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "adapter") for name in ("ddp", "fsdp", "zero3", "tp2", "cp2", "pp2")),
+        *((name, "everything") for name in ("fsdp", "zero3", "tp2", "cp2 x pp2")),  # with a head that trains
+    ],
+)
+def test_same_numbers(
+    make_trainer: Any,
+    model_folder: str,
+    questions: str,
+    kept: dict[str, Any],
+    live_ranks: LiveRanks,
+    name: str,
+    way: str,
+) -> None:
+    if way not in kept:
+        os.environ["PL_GLOBAL_SEED"] = "3"
+        kept[way] = fit(make_trainer, model_folder, questions, WAYS[way])
+    world = STRATEGIES[name][1]
+    ranks = live_ranks(world, _fit, make_trainer, model_folder, questions, WAYS[way], name, timeout=100)
+    weights = ranks[0][2]  # which other ranks do not keep under some strategies
+    for steps, means, _ in ranks:
+        assert_same_runs((steps, means, weights), kept[way], 2e-5)
+
+
+@pytest.mark.parametrize("name", ["zero3", "cp2 x pp2"])
+def test_a_resumed_run_draws_the_same_answers(
+    make_trainer: Any, model_folder: str, questions: str, live_ranks: LiveRanks, tmp_path: Path, name: str
+) -> None:
+    """From checkpoints that all ranks write together."""
+    how = {"save_after": 3, "save": str(tmp_path / "three.ckpt")}
+    ranks = partial(live_ranks, STRATEGIES[name][1], _fit, make_trainer, model_folder, questions, timeout=100)
+    (one, means, _), *_ = ranks(how, name)
+    (steps, same, _), *_ = ranks({"resume": how["save"]}, name)
+    assert steps == one[3:]
+    assert same == means[3:]
