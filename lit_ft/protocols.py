@@ -192,6 +192,17 @@ class LearnsPreferences(Protocol):
 
 
 @runtime_checkable
+class SamplesAnswers(Protocol):
+    """Module that answers the prompts of a batch, and trains on its answers."""
+
+    answers_per_prompt: int
+    max_new_tokens: int
+
+    def describe_policy(self) -> str:
+        """Text on how many answers train it, and by which rewards."""
+
+
+@runtime_checkable
 class MayStream(Protocol):
     """Data module whose training data may have no length."""
 

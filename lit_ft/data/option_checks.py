@@ -68,6 +68,20 @@ def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -
         )
 
 
+def check_prompts(**counted: int | None) -> None:
+    """Refuse options that count tokens of the data, where the model trains on its own answers to its prompts.
+
+    Raises:
+        RecipeError: one is set.
+    """
+    for name, value in counted.items():
+        if value is not None:
+            raise RecipeError(
+                f"data.{name}={value} counts tokens of the data's own answers, and the model is a PolicyLM, which "
+                "trains on others; leave it out: data.micro_batch_size is the number of prompts of a forward pass"
+            )
+
+
 def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streaming: bool) -> None:
     """Refuse pairs of preference data beside other data, and options that they cannot follow.
 

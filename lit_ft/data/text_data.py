@@ -34,6 +34,7 @@ from lit_ft.data.option_checks import (
     check_numbers,
     check_overfitted_share,
     check_pairs,
+    check_prompts,
     check_streaming,
     check_system,
     sources_of,
@@ -49,7 +50,15 @@ from lit_ft.errors import RecipeError, check_types
 from lit_ft.internals.lightning import validation_interval
 from lit_ft.model.generation import prompt_size
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.protocols import Checkpoint, LearnsPreferences, LimitsLengths, LoaderState, PairSet, Question
+from lit_ft.protocols import (
+    Checkpoint,
+    LearnsPreferences,
+    LimitsLengths,
+    LoaderState,
+    PairSet,
+    Question,
+    SamplesAnswers,
+)
 
 DEFAULT_MAX_LENGTH = 2048
 """Longest sample in tokens, where a recipe says nothing."""
@@ -267,6 +276,8 @@ class TextDataModule(LightningDataModule):
                 "trains on single answers; set model.class_path to lit_ft.PreferenceLM, or map the chosen answers with "
                 "data.columns"
             )
+        if isinstance(module, SamplesAnswers):
+            check_prompts(packing=self.packing, micro_batch_tokens=self.micro_batch_tokens)
         if isinstance(module, LimitsLengths):
             module.check_length("data.max_length", self.requested_length)
         self.load(tokenizer_of(module), stage)
@@ -337,16 +348,24 @@ class TextDataModule(LightningDataModule):
         """Maximum number of tokens of a micro-batch; None without a limit."""
         if self.micro_batch_tokens is not None:
             return self.micro_batch_tokens
+        if (policy := self._policy()) is not None:
+            length = None if self.max_length is None else self.max_length + policy.max_new_tokens
+            return None if length is None else policy.answers_per_prompt * length * self.micro_batch_size
         conversations = 2 if self.has_pairs and self.packing is None else 1
         per_unit = self.packing if self.packing is not None else self.max_length
         return None if per_unit is None else conversations * per_unit * self.micro_batch_size
+
+    def _policy(self) -> SamplesAnswers | None:
+        """Module that answers the prompts of the data; None where it trains on their known answers."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        return module if isinstance(module, SamplesAnswers) else None
 
     def plan(self, replicas: int = 1) -> BatchPlan:
         """Plan that distributes training samples to ``replicas`` data-parallel ranks."""
         return BatchPlan(
             micro_batch_size=self.micro_batch_size,
             packing=self.packing,
-            token_budget=self.token_budget if self.join_micro_batches else None,
+            token_budget=self.token_budget if self.join_micro_batches and self._policy() is None else None,
             shuffle=self.shuffle,
             seed=process.seed(),
             replicas=replicas,
@@ -556,9 +575,10 @@ class TextDataModule(LightningDataModule):
     def _evaluation_loader(self, split: str, selected: Samples | None = None) -> PackedBatchLoader:
         samples = self.splits[split] if selected is None else selected
         # No gradients, no optimizer step: a batch may hold as many samples as fit in the memory of a training batch.
-        budget = self.token_budget
-        units = None if budget is None else max(budget, int(samples.lengths.max()))
-        size = self.micro_batch_size if units is None else 1
+        budget, policy = self.token_budget, self._policy()
+        units = None if budget is None or policy is not None else max(budget, int(samples.lengths.max()))
+        answers = 1 if policy is None else policy.answers_per_prompt  # of which an evaluation asks for one
+        size = answers * self.micro_batch_size if units is None else 1
         plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.data_parallel(self.trainer).size)
         return self._loader(split, plan, 1.0, selected=selected)  # only the trainer applies limit_val_batches
 

@@ -138,6 +138,7 @@ def check_monitor(monitor: str, who: str, logged: LoggedMetrics) -> None:
         )
     # Losses of sources, and what other callbacks and modules log, have names of their own.
     may_be_of_source = logged.source_losses is None and rest.startswith("loss/")
+    may_be_of_source = may_be_of_source or (rest.startswith("reward/") and "reward" in logged.measured)
     if logged.logs_more or monitor in known or may_be_of_source or (rest and split not in ("train", "val")):
         return
     near = get_close_matches(monitor, known, n=1, cutoff=0.5)
@@ -158,6 +159,8 @@ _BETTER = {
     "perplexity": "min",
     "cross_entropy": "min",
     "token_accuracy": "max",
+    "reward": "max",
+    "rewards": "max",
     "reward_accuracy": "max",
     "reward_margin": "max",
     "reward_chosen": "max",

@@ -22,6 +22,8 @@ def headline(run: RunData) -> list[Figure]:
     figures = [_before_and_after(name, run.curves[name], "{:.3g}") for name in losses]
     shares = _matching(run, r"(.*/)?(exact_match|rougeL|bleu)|val/reward_accuracy")
     figures += [_before_and_after(name, run.curves[name], "{:.1%}") for name in shares]
+    rewards = _matching(run, r"(train|val)/reward")
+    figures += [_before_and_after(name, run.curves[name], "{:.3g}") for name in rewards]
     if len(run.forgetting) > 1:
         before, after = run.forgetting[0]["loss"], run.forgetting[-1]["loss"]
         note = f"nats per token, {after - before:+.3f}"

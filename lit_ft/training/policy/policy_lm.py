@@ -18,6 +18,7 @@ from lit_ft.protocols import Checkpoint, GivesFirstBatches
 from lit_ft.training.answering import AnswerOptions
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
+from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.metrics import OF_ANSWERS, OF_GROUPS, PolicyMetrics, RewardMetrics
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
 from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, batch_of, of_replicas_leader
@@ -38,8 +39,6 @@ class PolicyLM(CausalLM):
     beside loss, perplexity and token accuracy of the known ones; ``.../reward/<source>`` where the data has several
     sources; and otherwise what ``CausalLM`` logs.
     """
-
-    measured = (*OF_ANSWERS, *OF_GROUPS, *CausalLM.measured)
 
     def __init__(
         self,
@@ -82,10 +81,11 @@ class PolicyLM(CausalLM):
         check_algorithm(self.algorithm, answers_per_prompt)
         self.answers_per_prompt, self.train_on_cut_answers = answers_per_prompt, train_on_cut_answers
         names = _unlike([reward.name for reward in self.rewards])
+        self.measured = (*OF_ANSWERS, *(f"rewards/{name}" for name in names), *OF_GROUPS, *CausalLM.measured)
         self.train_metrics: PolicyMetrics = PolicyMetrics(names, self.spec.router_aux_loss is not None)
         self.val_metrics: RewardMetrics = RewardMetrics(names)
         self.test_metrics: RewardMetrics = RewardMetrics(names)
-        self._steps_without_signal = 0
+        self._steps_without_signal, self._file = 0, AnswersFile(names)
 
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples that leave no positions for an answer; see ``LimitsLengths``."""
@@ -105,7 +105,7 @@ class PolicyLM(CausalLM):
                 asked_of(batch)
 
     def on_train_start(self) -> None:
-        """Refuse a ledger of the losses of samples, of which there are none.
+        """Refuse a ledger of the losses of samples, of which there are none; begin the file of answers.
 
         Raises:
             RecipeError: there is one.
@@ -116,6 +116,7 @@ class PolicyLM(CausalLM):
                 f"trainer.callbacks: LossLedger keeps the loss of each sample of the data, and {type(self).__name__} "
                 "trains on answers of its own; leave LossLedger out"
             )
+        self._file.begin(self.trainer)
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -127,6 +128,7 @@ class PolicyLM(CausalLM):
         sampling = Sampling(temperature=1.0, seed=process.seed())
         rollouts = self._rollouts(given, self.answers_per_prompt, sampling)
         self.train_metrics.add_rollouts(rollouts, given)
+        self._file.add(self.trainer, rollouts)
         return batch_of(rollouts, self._weights(rollouts), given, self.device)
 
     def _weights(self, rollouts: Rollouts) -> Tensor:
@@ -160,9 +162,10 @@ class PolicyLM(CausalLM):
             seeds = [one.seed(self.trainer.global_step, answer) for one in asked for answer in range(each)]
             with self._answering():
                 answers = self.ended_answers(texts, self.max_new_tokens, AnswerOptions(sampling, seeds, prompts))
-        rewards = self._rewards(asked, texts, answers).view(len(self.rewards), len(asked), each)
+        sampled = self._sampled(asked, texts, answers)
+        rewards = self._rewards(sampled).view(len(self.rewards), len(asked), each)
         factors = torch.tensor(self.reward_weights).view(-1, 1, 1)
-        return Rollouts(asked, answers, rewards, (factors * rewards).sum(0))
+        return Rollouts(asked, [one.ids for one in answers], sampled, rewards, (factors * rewards).sum(0))
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -175,18 +178,22 @@ class PolicyLM(CausalLM):
             for part, training in modes.items():
                 part.training = training
 
-    def _rewards(self, asked: Sequence[Asked], texts: Sequence[str], answers: Sequence[GeneratedAnswer]) -> Tensor:
+    def _sampled(
+        self, asked: Sequence[Asked], texts: Sequence[str], answers: Sequence[GeneratedAnswer]
+    ) -> list[SampledAnswer]:
+        ids, keeps_marks = [one.expected for one in asked], has_marks(self.tokenizer)
+        known = self.tokenizer.batch_decode(ids, skip_special_tokens=not keeps_marks)
+        each = len(answers) // max(len(asked), 1)
+        return [
+            SampledAnswer(text, one.text.strip(), known[i // each].strip(), len(one.ids), one.finish_reason)
+            for i, (text, one) in enumerate(zip(texts, answers, strict=True))
+        ]
+
+    def _rewards(self, answers: Sequence[SampledAnswer]) -> Tensor:
         """Rewards of answers, ``(functions, answers)``, fp32, by the rank that leads each replica; a collective."""
         found = torch.zeros(len(self.rewards), len(answers))
         if answers and process.leads_replica(self.trainer):
-            keeps_marks = has_marks(self.tokenizer)
-            known = self.tokenizer.batch_decode([one.expected for one in asked], skip_special_tokens=not keeps_marks)
-            each = len(answers) // len(asked)
-            sampled = [
-                SampledAnswer(text, one.text.strip(), known[i // each].strip(), len(one.ids), one.finish_reason)
-                for i, (text, one) in enumerate(zip(texts, answers, strict=True))
-            ]
-            found = torch.tensor([rewards_of(reward, sampled) for reward in self.rewards])
+            found = torch.tensor([rewards_of(reward, answers) for reward in self.rewards])
         return of_replicas_leader(self.trainer, found)
 
     # --- step ------------------------------------------------------------------------------------
@@ -213,19 +220,20 @@ class PolicyLM(CausalLM):
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Keep the names of what answers are trained by."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["policy"] = self._policy()
+        checkpoint["policy"] = self.describe_policy()
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Name what has changed."""
         super().on_load_checkpoint(checkpoint)
-        before, now = checkpoint.get("policy", "known answers"), self._policy()
+        before, now = checkpoint.get("policy", "the answers of the data"), self.describe_policy()
         if before != now:
-            rank_zero_warn(f"model: the checkpoint was trained by {before}, and goes on by {now}")
+            rank_zero_warn(f"model: the checkpoint was trained on {before}, and goes on with {now}")
 
-    def _policy(self) -> str:
+    def describe_policy(self) -> str:
+        """Text on how many answers train it, and by which rewards."""
         weighted = zip(self.reward_weights, self.rewards, strict=True)
         rewards = " + ".join(repr(reward) if factor == 1 else f"{factor:g} {reward!r}" for factor, reward in weighted)
-        return f"{self.algorithm!r} of {self.answers_per_prompt} answers to each prompt, rewarded by {rewards}"
+        return f"{self.answers_per_prompt} answers of its own to each prompt, by {self.algorithm!r} of {rewards}"
 
 
 def _checked(rewards: list[Reward] | None, factors: list[float] | None) -> tuple[list[Reward], list[float]]:

@@ -22,7 +22,7 @@ class SampledAnswer(NamedTuple):
     expected: str
     """Answer of the data to this prompt, in the same form."""
     tokens: int
-    """Number of the answer's tokens, with the one that ends it."""
+    """Number of the answer's tokens, with the one that ended it."""
     finish_reason: FinishReason | None
     """What ended it: stop (the model itself) or length (``max_new_tokens``)."""
 

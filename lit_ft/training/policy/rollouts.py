@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lit_ft import process
 from lit_ft.errors import RecipeError
-from lit_ft.model.generation import GeneratedAnswer
 from lit_ft.packed_batch import IGNORE_INDEX, PackedBatch, dummy_batch, empty_batch, pack_samples
+from lit_ft.training.policy.rewards import SampledAnswer
 
 
 class Asked(NamedTuple):
@@ -62,8 +62,10 @@ class Rollouts(NamedTuple):
     """Answers to P prompts, G to each, and what they are worth."""
 
     asked: Sequence[Asked]
-    answers: Sequence[GeneratedAnswer]
-    """``P * G`` answers, those of a prompt together."""
+    ids: Sequence[Sequence[int]]
+    """Tokens of the ``P * G`` answers, those of a prompt together."""
+    answers: Sequence[SampledAnswer]
+    """The same as rewards see them."""
     rewards: Tensor
     """``(functions, P, G)``, fp32, by each reward function."""
     total: Tensor
@@ -72,7 +74,7 @@ class Rollouts(NamedTuple):
     @property
     def tokens(self) -> Tensor:
         """Numbers of the answers' tokens, ``(P, G)``, fp32."""
-        return torch.tensor([float(len(one.ids)) for one in self.answers]).view_as(self.total)
+        return torch.tensor([float(one.tokens) for one in self.answers]).view_as(self.total)
 
     @property
     def is_cut(self) -> Tensor:
@@ -94,9 +96,9 @@ def batch_of(rollouts: Rollouts, weights: Tensor, given: PackedBatch, device: to
     each = weights.shape[1]
     samples: list[tuple[np.ndarray, np.ndarray]] = []
     factors: list[np.ndarray] = []
-    for number, (answer, weight) in enumerate(zip(rollouts.answers, weights.flatten().tolist(), strict=True)):
+    for number, (answer, weight) in enumerate(zip(rollouts.ids, weights.flatten().tolist(), strict=True)):
         if weight:
-            prompt, ids = rollouts.asked[number // each].prompt, np.array(answer.ids)
+            prompt, ids = rollouts.asked[number // each].prompt, np.array(answer)
             labels = np.concatenate([np.full(len(prompt), IGNORE_INDEX), ids])
             samples.append((np.concatenate([prompt, ids]), labels))
             factors.append(np.full(len(ids), weight, dtype=np.float32))

@@ -1,7 +1,6 @@
 """Validation and test: means over the supervised tokens of the whole set."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from lightning.pytorch import LightningModule
 from lit_callbacks.internals.lightning_internals import logged_step
@@ -20,7 +19,7 @@ from lit_ft.training.steps.repeated_samples import warn_of_repeated_samples
 class EvaluationStepsModule(LightningModule):
     """LightningModule whose forward pass returns the loss of a packed batch; logs its means for each set."""
 
-    measured: ClassVar[Sequence[str]] = ("perplexity", "token_accuracy")
+    measured: Sequence[str] = ("perplexity", "token_accuracy")
     """What it measures of training, validation and test besides the loss."""
     model: PreTrainedModel | PeftModel | None
     _packed: PackedForward
