@@ -93,7 +93,7 @@ def check_algorithm(algorithm: Algorithm, answers: int) -> None:
         RecipeError: it does not give one finite number for each answer, or those of a prompt depend on another's.
     """
     name = type(algorithm).__name__
-    rewards = torch.stack([torch.arange(answers) % 2, torch.arange(answers) / answers]).float()
+    rewards = torch.stack([torch.arange(answers) % 2, 1 + torch.arange(answers)]).float()
     tokens = 1 + torch.arange(2.0 * answers).view(2, answers)
     with explained("model.algorithm", f"fix {name}"):
         found = {"advantages": algorithm.advantages(rewards), "token_weight": algorithm.token_weight(tokens, 100)}

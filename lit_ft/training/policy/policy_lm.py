@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lit_ft import process
 from lit_ft.errors import RecipeError, check_types
+from lit_ft.internals.peft import virtual_tokens
+from lit_ft.model.config.positions import check_positions
 from lit_ft.model.generation import GREEDY, GeneratedAnswer, Sampling, has_marks
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
@@ -89,8 +91,10 @@ class PolicyLM(CausalLM):
 
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples that leave no positions for an answer; see ``LimitsLengths``."""
+        config, virtual = self.spec.base.config, virtual_tokens(self.spec.tuning.peft)
         longest = None if length is None else length + self.max_new_tokens
-        super().check_length(f"{what} with model.max_new_tokens={self.max_new_tokens}", longest)
+        what, fix = f"{what} with an answer", "set data.max_length or model.max_new_tokens lower"
+        check_positions(config, longest, what, f"model.pretrained={self.spec.base.pretrained!r}", fix, virtual)
 
     def setup(self, stage: str) -> None:
         """Refuse data without prompts.

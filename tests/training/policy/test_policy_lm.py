@@ -1,19 +1,39 @@
 """Policy optimization in one process: against plain transformers, for any split of a step, and after a resume."""
 
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compared_strategies import sgd
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lit_callbacks import LossLedger
 from sampled_answers import LORA, FewLetters, assert_same_runs, data_of, fit, write_questions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lit_ft import GRPO, RLOO, DrGRPO, PolicyLM
+from lit_ft import (
+    DFT,
+    GRPO,
+    RLOO,
+    CausalLM,
+    DrGRPO,
+    ExactAnswer,
+    PolicyLM,
+    RecipeError,
+    Similarity,
+    Source,
+    TextDataModule,
+)
 from lit_ft.model.generation import Sampling, generate_answers
 from lit_ft.training.policy.algorithms import Algorithm
-from lit_ft.training.policy.rewards import SampledAnswer
+from lit_ft.training.policy.rewards import Reward, SampledAnswer
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +77,6 @@ def _plain(folder: str, path: str, lr: float, steps: int) -> tuple[list[float], 
 
 
 def _seed(text: str) -> int:
-    import hashlib
-
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
@@ -96,3 +114,195 @@ def test_a_resumed_run_draws_the_same_answers(
     assert same == means[2:]
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert len({mean["train/reward"] for mean in means[:-1]}) == len(one)  # each step draws others
+
+
+def test_another_policy_is_named(make_trainer: Any, model_folder: str, questions: str, tmp_path: Path) -> None:
+    of_grpo, supervised = str(tmp_path / "grpo.ckpt"), str(tmp_path / "supervised.ckpt")
+    fit(make_trainer, model_folder, questions, {"save_after": 2, "save": of_grpo})
+    with pytest.warns(
+        UserWarning, match=r"trained on 3 answers .* by GRPO\(scale_rewards=True\) of FewLetters\(\), and goes"
+    ):
+        fit(make_trainer, model_folder, questions, {"resume": of_grpo, "model": {"algorithm": RLOO()}})
+    module = CausalLM(model_folder, peft=LORA, optimizer=sgd)
+    trainer = make_trainer(max_steps=2, accumulate_grad_batches=2)
+    trainer.fit(module, data_of(questions))
+    trainer.save_checkpoint(supervised)
+    with pytest.warns(UserWarning, match="trained on the answers of the data, and goes on with 3 answers of its own"):
+        fit(make_trainer, model_folder, questions, {"resume": supervised})
+
+
+class Constant(Reward):
+    """Reward that tells no answers apart."""
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        return [0.5] * len(answers)
+
+
+def test_steps_without_a_signal_train_nothing_and_are_named(
+    make_trainer: Any, model_folder: str, questions: str
+) -> None:
+    module = PolicyLM(model_folder, rewards=[Constant()], answers_per_prompt=2, max_new_tokens=2, optimizer=sgd)
+    module.configure_model()
+    before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    trainer = make_trainer(max_steps=21, log_every_n_steps=1)
+    with pytest.warns(UserWarning, match="in 10 optimizer steps all answers to each prompt had the same") as said:
+        trainer.fit(module, data_of(questions))
+    assert sum("in 10 optimizer steps" in str(one.message) for one in said) == 1
+    assert all(torch.equal(weight, before[name]) for name, weight in module.named_parameters())
+    measured = {name: float(trainer.callback_metrics[f"train/{name}"]) for name in ("loss", "signal_share", "reward")}
+    assert measured == {"loss": 0, "signal_share": 0, "reward": 0.5}
+
+
+def test_cut_answers_are_left_out_where_asked(make_trainer: Any, model_folder: str, questions: str) -> None:
+    """All answers of random weights are cut here, so nothing trains."""
+    model = {"train_on_cut_answers": False, "max_new_tokens": 2}
+    steps, means, _ = fit(make_trainer, model_folder, questions, {"model": model})
+    assert {one["train/cut_share"] for one in means[:-1]} == {1.0}
+    assert max(one["train/signal_share"] for one in means[:-1]) > 0
+    assert set(steps) == {(0.0, 0.0)}
+
+
+def test_rewards_are_weighted_and_logged_by_name_and_source(
+    make_trainer: Any, model_folder: str, questions: str
+) -> None:
+    module = PolicyLM(
+        model_folder,
+        rewards=[FewLetters(), Constant(), Constant()],
+        reward_weights=[2, 1, -3],
+        answers_per_prompt=2,
+        max_new_tokens=3,
+        optimizer=sgd,
+    )
+    sources = [Source(questions, name="one"), Source(str(Path(questions).with_name("val.json")), name="two")]
+    trainer = make_trainer(max_steps=2, log_every_n_steps=1)
+    trainer.fit(module, TextDataModule(sources=sources, micro_batch_size=8, shuffle=False))
+    means = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert means["train/rewards/Constant"] == means["train/rewards/Constant_2"] == 0.5
+    assert means["train/reward"] == pytest.approx(2 * means["train/rewards/FewLetters"] - 1)
+    per_source = means["train/reward/one"], means["train/reward/two"]  # of 2 and 3 prompts
+    assert means["train/reward"] == pytest.approx((2 * per_source[0] + 3 * per_source[1]) / 5)
+    assert not any(name.startswith("train/loss/") for name in means)
+
+
+def test_answers_are_written_with_their_rewards(make_trainer: Any, model_folder: str, questions: str) -> None:
+    module = PolicyLM(model_folder, rewards=[FewLetters()], answers_per_prompt=2, max_new_tokens=3, optimizer=sgd)
+    trainer = make_trainer(
+        max_steps=4, log_every_n_steps=2, logger=CSVLogger(make_trainer.keywords["default_root_dir"])
+    )
+    trainer.fit(module, data_of(questions, join_micro_batches=False))
+    file = Path(trainer.default_root_dir) / "sampled_answers.jsonl"
+    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [1, 1, 2, 2, 4, 4]
+    for line in lines:
+        one = SampledAnswer(*(line[name] for name in SampledAnswer._fields))
+        assert [line["reward"]] == pytest.approx(FewLetters().of([one]))
+        assert line["rewards"] == {"FewLetters": line["reward"]}
+        assert "assistant" in line["prompt"]
+
+
+def test_validation_asks_once_and_greedily(make_trainer: Any, model_folder: str, questions: str) -> None:
+    module = PolicyLM(model_folder, rewards=[FewLetters()], answers_per_prompt=2, max_new_tokens=4)
+    data = data_of(questions)
+    found = make_trainer().validate(module, data, verbose=False)[0]
+    prompts = [one["prompt"] for one in data.splits.prompts("val")]
+    answers = [SampledAnswer("", text.strip(), "", 4, "length") for text in module.answer(prompts, 4)]
+    assert found["val/reward"] == pytest.approx(sum(FewLetters().of(answers)) / len(answers))
+    plain = make_trainer().validate(CausalLM(model_folder), data_of(questions), verbose=False)[0]
+    assert found["val/loss"] == pytest.approx(plain["val/loss"])
+    tested = make_trainer().test(module, data_of(questions), verbose=False)[0]
+    assert tested["test/reward"] == pytest.approx(found["val/reward"])
+
+
+def test_padded_batches_of_a_plain_loader(make_trainer: Any, model_folder: str) -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 9]])
+    batch = {"input_ids": ids, "labels": torch.tensor([[-100, -100, 7, 8], [-100, 6, -100, -100]])}
+    module = PolicyLM(model_folder, rewards=[FewLetters()], answers_per_prompt=2, max_new_tokens=4, optimizer=sgd)
+    trainer = make_trainer(max_steps=2)
+    with pytest.raises(RecipeError, match="has no prompt"):
+        trainer.fit(module, DataLoader([batch], batch_size=None))
+    batch["labels"] = torch.tensor([[-100, -100, 7, 8], [-100, -100, -100, 9]])
+    batch["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1]])
+    trainer = make_trainer(max_steps=2, log_every_n_steps=1)
+    trainer.fit(module, DataLoader([batch] * 2, batch_size=None))
+    assert float(trainer.callback_metrics["train/answer_tokens"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rewards": None}, "model.rewards is not set; say what an answer is worth"),
+        ({"rewards": []}, "model.rewards is not set"),
+        ({"rewards": [ExactAnswer]}, "model.rewards"),
+        ({"reward_weights": [1.0, 2.0]}, r"reward_weights=\[1.0, 2.0\] has 2 numbers for 1 rewards"),
+        ({"reward_weights": [0.0]}, "0.0 must be finite and not 0; leave a reward of no weight out"),
+        ({"answers_per_prompt": 1}, "answers_per_prompt=1 must be 2 or more: answers to one prompt are compared"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
+        ({"token_weights": DFT()}, "the weights of tokens come from rewards; leave token_weights out"),
+        ({"algorithm": "grpo"}, "model.algorithm='grpo'"),
+    ],
+)
+def test_options_that_are_refused(model_folder: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        PolicyLM(model_folder, **{"rewards": [Similarity()], **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": 96}, "data.packing=96 counts tokens of the data's own answers, and the model is a PolicyLM"),
+        ({"micro_batch_tokens": 500}, "data.micro_batch_tokens=500 counts tokens"),
+        (
+            {"supervise": "all"},
+            "it has no prompt; give conversations or instructions, and leave data.supervise=all out",
+        ),
+        ({"max_length": 505}, "set data.max_length or model.max_new_tokens lower"),
+    ],
+)
+def test_data_that_is_refused(
+    make_trainer: Any, model_folder: str, questions: str, options: dict[str, Any], message: str
+) -> None:
+    """Before the weights are read."""
+    module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=10)
+    with pytest.raises(RecipeError, match=message):
+        make_trainer(max_steps=1).fit(module, data_of(questions, **options))
+    assert module.model is None
+
+
+def test_a_loss_ledger_is_refused(make_trainer: Any, model_folder: str, questions: str) -> None:
+    module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=2)
+    with pytest.raises(
+        RecipeError, match="LossLedger keeps the loss of each sample of the data, and PolicyLM trains on"
+    ):
+        make_trainer(max_steps=1, callbacks=[LossLedger()]).fit(module, data_of(questions))
+
+
+def test_a_batch_is_bounded_by_what_answers_may_have(make_trainer: Any, model_folder: str, questions: str) -> None:
+    data, module = data_of(questions), PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=4)
+    trainer = make_trainer(max_steps=1, accumulate_grad_batches=2)
+    trainer.fit(module, data)
+    assert data.token_budget == 2 * 8 * (96 + 4)
+    assert data.plan().token_budget is None  # micro-batches are not joined: a forward pass has 2 prompts
+    trainer.validate(module, data, verbose=False)
+    assert len(data.val_dataloader()) == 1  # 16 prompts with one answer each
+
+
+def test_answering_changes_neither_modes_nor_random_states(
+    make_trainer: Any, model_folder: str, questions: str
+) -> None:
+    seen = []
+
+    class Watched(FewLetters):
+        def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+            seen.append((torch.get_rng_state(), [part.training for part in module.modules()]))
+            return super().of(answers)
+
+    class Before(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append((torch.get_rng_state(), [part.training for part in module.modules()]))
+
+    module = PolicyLM(model_folder, rewards=[Watched()], max_new_tokens=2, answers_per_prompt=2, optimizer=sgd)
+    make_trainer(max_steps=1, callbacks=[Before()]).fit(module, data_of(questions, val_path=None))
+    (state, modes), (after, same) = seen
+    assert torch.equal(state, after)
+    assert modes == same
+    assert all(modes[1:])

@@ -1,0 +1,89 @@
+"""Rewards: what each gives for which answer, and own ones that fail."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lit_ft import ExactAnswer, FinalNumber, Matches, OverlongPenalty, RecipeError, Similarity
+from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
+
+
+def _answers(*pairs: tuple[str, str], tokens: int = 5) -> list[SampledAnswer]:
+    return [SampledAnswer("<|user|>How many?", answer, expected, tokens, "stop") for answer, expected in pairs]
+
+
+def test_exact_answer() -> None:
+    assert ExactAnswer().of(_answers(("12", "12"), ("12.", "12"), ("", ""))) == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "reward"),
+    [
+        ("It is 42.", "6 x 7 = 42\n#### 42", 1),
+        ("first 42, then 41", "42", 0),
+        ("1,234", "#### 1234", 1),
+        ("1,2", "2", 1),  # a list
+        ("12,345,678.50", "12345678.5", 1),
+        ("-3", "#### -3", 1),
+        ("10-5", "5", 1),  # no sign: a number is before it
+        ("between 10 and -5", "-5", 1),
+        ("\\boxed{7}", "7", 1),
+        ("七", "7", 0),
+        ("答案是18元。", "#### 18", 1),
+        ("", "7", 0),
+        ("3.", "3.0", 1),
+    ],
+)
+def test_final_number(answer: str, expected: str, reward: float) -> None:
+    assert FinalNumber().of(_answers((answer, expected))) == [reward]
+
+
+def test_final_number_needs_one_in_the_data() -> None:
+    with pytest.raises(RecipeError, match="compares numbers, and the data's answer 'seven' has none"):
+        rewards_of(FinalNumber(), _answers(("7", "seven")))
+
+
+def test_similarity() -> None:
+    assert Similarity().of(_answers(("abcd", "abcd"), ("ab", "abcd"), ("xyz", "abcd"))) == [1, pytest.approx(2 / 3), 0]
+
+
+def test_matches() -> None:
+    form = Matches(r"<think>.+</think>\s*\d+")
+    assert form.of(_answers(("<think>a\nb</think> 7", ""), ("7", ""), ("<think>a</think> 7 or 8", ""))) == [1, 0, 0]
+    with pytest.raises(RecipeError, match=r"pattern='\(' of Matches is no regular expression \(missing \)"):
+        Matches("(")
+
+
+def test_overlong_penalty() -> None:
+    found = [OverlongPenalty(10, 20).of(_answers(("", ""), tokens=tokens))[0] for tokens in (1, 10, 15, 20, 30)]
+    assert found == [0, 0, -0.5, -1, -1]
+    with pytest.raises(RecipeError, match="free_tokens=20 must be below max_tokens=20"):
+        OverlongPenalty(20, 20)
+    with pytest.raises(RecipeError, match="free_tokens=0 must be 1 or more"):
+        OverlongPenalty(0, 20)
+
+
+class Given(Reward):
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        if isinstance(self.values, Exception):
+            raise self.values
+        return self.values
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0], "Given.of gives 1 values for 2 answers; return one for each"),
+        ([1.0, float("nan")], "Given.of gives nan for the answer 'b'; return a finite number"),
+        ([None, 1.0], "Given.of gives None for the answer 'a'; return a finite number"),
+        (KeyError("x"), "model.rewards: KeyError: 'x'; fix Given"),
+    ],
+)
+def test_own_rewards_that_fail(values: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        rewards_of(Given(values), _answers(("a", ""), ("b", "")))
+    assert message in str(error.value)
