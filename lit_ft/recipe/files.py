@@ -307,7 +307,7 @@ def _tuning_by_answers(entries: dict[str, yaml.Node]) -> tuple[dict[str, str], s
     if asked in _ALGORITHMS or (asked is None and _OF_POLICIES & entries.keys()):
         name = next((name for name in ("advantage_estimator", "loss_type") if values.get(name, "grpo") != "grpo"), key)
         algorithm = values.get(name or "", "grpo")
-        meant = {"beta": "nothing", "loss_type": "model.algorithm"}
+        meant = _MEANT_BY_POLICIES
         if algorithm not in _ALGORITHMS:
             return meant, f"; there is no {name}: {algorithm} here, {_THERE_ARE_ALGORITHMS}; {_ADVICE}"
         other = f" --model.algorithm {_ALGORITHMS[algorithm]}" if algorithm != "grpo" else ""
@@ -325,6 +325,14 @@ def _tuning_by_answers(entries: dict[str, yaml.Node]) -> tuple[dict[str, str], s
 
 _OF_POLICIES = {"num_generations", "reward_funcs"}
 """Options that only policy optimization has."""
+_MEANT_BY_POLICIES = {
+    "beta": "nothing",
+    "loss_type": "model.algorithm",
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_train_batch_size"), "data.micro_batch_size times model.answers_per_prompt"
+    ),
+}
+"""What options stand for that mean something else in other trainings; batches count answers, and here prompts."""
 _THERE_ARE_OBJECTIVES = f"of preference tuning there are {', '.join(sorted(_OBJECTIVES))} (docs/preferences.md)"
 _THERE_ARE_ALGORITHMS = f"of policy optimization there are {', '.join(sorted(_ALGORITHMS))} (docs/policy.md)"
 _ADVICE = "take one of these, or keep that trainer for this step"

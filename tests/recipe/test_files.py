@@ -177,9 +177,10 @@ WRONG: dict[str, tuple[str, str, str]] = {
     ),
     "a loss of TRL that is not here": (
         "grpo.yaml",
-        "model_name_or_path: x\nreward_funcs: [a.b]\nnum_generations: 4\nloss_type: dapo\n",
-        "; there is no loss_type: dapo here, of policy optimization there are dr_grpo, grpo, rloo (docs/policy.md); "
-        "take one of these",
+        "model_name_or_path: x\nreward_funcs: [a.b]\nper_device_train_batch_size: 4\nloss_type: dapo\n",
+        "per_device_train_batch_size = data.micro_batch_size times model.answers_per_prompt, loss_type = "
+        "model.algorithm; there is no loss_type: dapo here, of policy optimization there are dr_grpo, grpo, rloo "
+        "(docs/policy.md); take one of these",
     ),
     "an objective's beta in a file of TRL": (
         "dpo.yaml",
