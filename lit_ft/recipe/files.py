@@ -4,11 +4,12 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 from jsonargparse import Namespace
@@ -28,7 +29,9 @@ _THEIR_CLASSES = {"_component_", "_target_"}
 """What torchtune and Hydra write for ``class_path``."""
 _OBJECTIVES = {"dpo", "ipo", "orpo", "simpo"}
 """Objectives of preference tuning, each with a recipe of its name in ``recipes/preference``."""
-_NOT_HERE = {"cpo", "gdpo", "gkd", "grpo", "kto", "ppo", "rm"}
+_ALGORITHMS = {"dr_grpo": "lit_ft.DrGRPO", "grpo": "lit_ft.GRPO", "rloo": "lit_ft.RLOO"}
+"""Algorithms of policy optimization."""
+_NOT_HERE = {"cpo", "ebft", "gdpo", "gkd", "kto", "ppo", "rm"}
 """What ``stage`` of LLaMA-Factory, ``rl`` of Axolotl and ``rlhf_type`` of ms-swift call training that is not here."""
 _LISTS_OF_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+")
 _FILES_OF_MODELS = {
@@ -254,15 +257,19 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
         )
     sections = {key: _entries(value) for key, value in entries.items() if isinstance(value, yaml.MappingNode)}
     has_their_classes = any(not _THEIR_CLASSES.isdisjoint(options) for options in sections.values())
-    theirs = [key for key in entries if key in OPTIONS]
+    theirs = [key for key in entries if key in OPTIONS and key not in _OF_PREDICT]
     has_only_theirs = len(theirs) == len(entries) > 0
     for section, options in sections.items():
         theirs += [key for key in options if OPTIONS.get(key, own := f"{section}.{key}").split()[0] != own]
     if has_only_theirs or has_their_classes or len(theirs) >= 3:
-        unknown = [key for key in entries if key not in OPTIONS and key not in (*sections, *OWN_SECTIONS)]
+        every = {key: value for part in (*sections.values(), entries) for key, value in part.items()}  # Axolotl's trl
+        meant, beyond = _tuning_by_answers(every)
+        unknown = [key for key in entries if key not in {*OPTIONS, *meant, *sections, *OWN_SECTIONS}]
+        theirs += [key for key in entries if key in _OF_PREDICT]
+        theirs += [key for key in every if key in meant.keys() - set(theirs)]
         if isinstance(entries.get("model"), yaml.ScalarNode):  # ms-swift's
             theirs.append("model")
-        raise _of_other_trainer(path, theirs, unknown, _preference_training(entries))
+        raise _of_other_trainer(path, theirs, unknown, meant, beyond)
     if set(OWN_SECTIONS) & sections.keys():
         return
     for key, what in _FILES_OF_MODELS.items():
@@ -276,22 +283,59 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
         )
 
 
-def _preference_training(entries: dict[str, yaml.Node]) -> str:
-    """What to say of another trainer's file for preference or reward training; empty for other files."""
-    values = {key: _first_value(node) for key, node in entries.items()}
-    key = next((key for key in ("stage", "rl", "rlhf_type") if values.get(key) in _OBJECTIVES | _NOT_HERE), None)
+_OF_PREDICT = {"temperature", "top_k", "top_p"}
+"""Options of other trainers that are options of the command predict too: no sign of another trainer."""
+
+
+def _tuning_by_answers(entries: dict[str, yaml.Node]) -> tuple[dict[str, str], str]:
+    """What another trainer's file asks for beside supervised training.
+
+    Args:
+        entries: keys of the file and of its sections.
+
+    Returns:
+        What options stand for in this training, in place of ``OPTIONS``, and what to say of it; empty for other files.
+    """
+    values = {key: value for key, node in entries.items() if (value := _first_value(node)) not in ("", "~", "null")}
+    known = _OBJECTIVES | _ALGORITHMS.keys() | _NOT_HERE
+    key = next((key for key in ("stage", "rl", "rlhf_type") if values.get(key) in known), None)
+    asked = values[key] if key is not None else None
+    if asked in _NOT_HERE:
+        there_are = f"{_THERE_ARE_OBJECTIVES}, {_THERE_ARE_ALGORITHMS}"
+        return {}, f"; there is no {key}: {asked} here, {there_are}; {_ADVICE}"
+    # A file of TRL does not name its trainer.
+    if asked in _ALGORITHMS or (asked is None and _OF_POLICIES & entries.keys()):
+        name = next((name for name in ("advantage_estimator", "loss_type") if values.get(name, "grpo") != "grpo"), key)
+        algorithm = values.get(name or "", "grpo")
+        meant = _MEANT_BY_POLICIES
+        if algorithm not in _ALGORITHMS:
+            return meant, f"; there is no {name}: {algorithm} here, {_THERE_ARE_ALGORITHMS}; {_ADVICE}"
+        other = f" --model.algorithm {_ALGORITHMS[algorithm]}" if algorithm != "grpo" else ""
+        return meant, f"; for policy optimization add --config recipes/policy/grpo.yaml{other} (docs/policy.md)"
+    meant = {"beta": "model.objective.beta"}
     if key is None:
-        return ""
+        return meant, ""
     # LLaMA-Factory has a stage for all objectives, Axolotl and ms-swift have one for DPO and IPO.
     loss = next((loss for loss in _NAMES_OF_LOSSES if values.get(loss, "sigmoid") != "sigmoid"), key)
-    if values[key] in _OBJECTIVES and values[loss] in _OBJECTIVES:
-        return f"; for preference tuning add --config recipes/preference/{values[loss]}.yaml (docs/preferences.md)"
-    absent = loss if values[key] in _OBJECTIVES else key
-    there_are = f"of preference tuning there are {', '.join(sorted(_OBJECTIVES))} (docs/preferences.md)"
-    advice = "take one of these, or keep that trainer for this step"
-    return f"; there is no {absent}: {values[absent]} here, {there_are}; {advice}"
+    if values[loss] in _OBJECTIVES:
+        recipe = f"recipes/preference/{values[loss]}.yaml"
+        return meant, f"; for preference tuning add --config {recipe} (docs/preferences.md)"
+    return meant, f"; there is no {loss}: {values[loss]} here, {_THERE_ARE_OBJECTIVES}; {_ADVICE}"
 
 
+_OF_POLICIES = {"num_generations", "reward_funcs"}
+"""Options that only policy optimization has."""
+_MEANT_BY_POLICIES = {
+    "beta": "nothing",
+    "loss_type": "model.algorithm",
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_train_batch_size"), "data.micro_batch_size times model.answers_per_prompt"
+    ),
+}
+"""What options stand for that mean something else in other trainings; batches count answers, and here prompts."""
+_THERE_ARE_OBJECTIVES = f"of preference tuning there are {', '.join(sorted(_OBJECTIVES))} (docs/preferences.md)"
+_THERE_ARE_ALGORITHMS = f"of policy optimization there are {', '.join(sorted(_ALGORITHMS))} (docs/policy.md)"
+_ADVICE = "take one of these, or keep that trainer for this step"
 _NAMES_OF_LOSSES = ("pref_loss", "dpo_loss_type", "loss_type")
 """Options of LLaMA-Factory, Axolotl and ms-swift that name the loss of a pair."""
 
@@ -303,19 +347,26 @@ def _first_value(node: yaml.Node) -> str:
     return node.value.lower() if isinstance(node, yaml.ScalarNode) else ""
 
 
-def _of_other_trainer(path: Path, theirs: Iterable[str], unknown: Sequence[str] = (), beyond: str = "") -> RecipeError:
+def _of_other_trainer(
+    path: Path,
+    theirs: Iterable[str],
+    unknown: Sequence[str] = (),
+    meant: Mapping[str, str] = MappingProxyType({}),
+    beyond: str = "",
+) -> RecipeError:
     """Error about a file with options of another trainer, with what stands for each of them here.
 
     Args:
         path: the file.
-        theirs: options that stand in ``OPTIONS``.
+        theirs: options that stand in ``OPTIONS`` or in ``meant``.
         unknown: other options.
+        meant: what options stand for in place of ``OPTIONS``.
         beyond: text on what the file asks for and lit_ft does not do, which ends the message.
     """
     same = {key: f"{home}.{key}" for key in unknown if key != "plugins" and (home := home_of(key))}  # Axolotl's own
     below = {key: class_with(key, "trainer.strategy") for key in unknown if key not in same}
     same |= {key: f"an option of {found}" for key, found in below.items() if found}
-    options = OPTIONS | {"model": "model.pretrained"}
+    options = OPTIONS | {"model": "model.pretrained", **meant}
     short = {key: re.split(r"[;,(:]", options[key])[0].strip() for key in theirs} | same
     told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")
     needless = ", ".join(key for key, ours in short.items() if ours == "nothing")

@@ -278,7 +278,9 @@ _CLASSES_BELOW = {
     ),
     "model.quantization": ("transformers.BitsAndBytesConfig",),
     "model": ("lit_ft.PreferenceLM", "lit_ft.PolicyLM"),
+    "model.algorithm": ("lit_ft.GRPO",),
     "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO"),
+    "model.rewards": ("lit_ft.Matches", "lit_ft.OverlongPenalty"),
     "model.token_weights": ("lit_ft.DFT",),
 }
 """Classes whose options are looked for where an option is unknown, by the option that takes the class."""

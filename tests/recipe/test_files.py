@@ -57,6 +57,7 @@ def test_items_of_a_list_get_nothing_of_those_of_an_earlier_one(
         "a: [{path: x}, {path: y}]\n",
         "lr_scheduler: null\n",
         "data: {system: \uff1a}\n",
+        "temperature: 0.7\ntop_p: 0.9\ntop_k: 20\n",  # of predict
         "model: {gradient_checkpointing: true}\noptimizer: {lr: 1, weight_decay: 1}\nlr_scheduler: {warmup: 1}\n",
     ],
 )
@@ -151,10 +152,46 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "; leave out rlhf_type, ref_adapters; there is no loss_type: hinge here, of preference tuning there are dpo, "
         "ipo, orpo, simpo (docs/preferences.md); take one of these, or keep that trainer for this step",
     ),
-    "reinforcement learning of another trainer": (
+    "GRPO of ms-swift": (
         "grpo.yaml",
-        "model: x\nrlhf_type: grpo\nlearning_rate: 1.0e-6\ntorch_dtype: bfloat16\n",
-        "leave out rlhf_type; there is no rlhf_type: grpo here, of preference tuning there are dpo, ipo, orpo, simpo",
+        "model: x\nrlhf_type: grpo\nlearning_rate: 1.0e-6\ntorch_dtype: bfloat16\nbeta: 0.04\ntemperature: 0.9\n",
+        "leave out rlhf_type, temperature, beta; for policy optimization add --config recipes/policy/grpo.yaml (docs/",
+    ),
+    "Dr. GRPO of Axolotl": (
+        "grpo.yaml",
+        "base_model: x\nrl: grpo\ntrl: {num_generations: 4, use_vllm: true, loss_type: dr_grpo, beta: 0.0}\n",
+        "Here base_model = model.pretrained, num_generations = model.answers_per_prompt of lit_ft.PolicyLM, loss_type "
+        "= model.algorithm; leave out rl, use_vllm, beta; for policy optimization add --config recipes/policy/grpo.yaml"
+        " --model.algorithm lit_ft.DrGRPO (docs/policy.md)",
+    ),
+    "RLOO of ms-swift": (
+        "rloo.yaml",
+        "model: x\nrlhf_type: grpo\ndelta: null\nadvantage_estimator: rloo\nlora_rank: 8\nloss_type: grpo\n",
+        "; for policy optimization add --config recipes/policy/grpo.yaml --model.algorithm lit_ft.RLOO (docs/policy.md",
+    ),
+    "GRPO of TRL, whose files do not name the trainer": (
+        "grpo.yaml",
+        "model_name_or_path: x\nreward_funcs: [accuracy_reward]\nreward_weights: [1.0]\nmax_completion_length: 64\n",
+        "Here model_name_or_path = model.pretrained, reward_funcs = model.rewards of lit_ft.PolicyLM, reward_weights = "
+        "model.reward_weights of lit_ft.PolicyLM, max_completion_length = model.max_new_tokens; for policy opt",
+    ),
+    "a loss of TRL that is not here": (
+        "grpo.yaml",
+        "model_name_or_path: x\nreward_funcs: [a.b]\nper_device_train_batch_size: 4\nloss_type: dapo\n",
+        "per_device_train_batch_size = data.micro_batch_size times model.answers_per_prompt, loss_type = "
+        "model.algorithm; there is no loss_type: dapo here, of policy optimization there are dr_grpo, grpo, rloo "
+        "(docs/policy.md); take one of these",
+    ),
+    "an objective's beta in a file of TRL": (
+        "dpo.yaml",
+        "model_name_or_path: x\ndataset_name: y\nlearning_rate: 1.0e-6\nbeta: 0.1\n",
+        "learning_rate = optimizer.lr, beta = model.objective.beta",
+    ),
+    "reinforcement learning that is not here": (
+        "ppo.yaml",
+        "model: x\nrlhf_type: ppo\nreward_model: y\nnum_ppo_epochs: 4\n",
+        "leave out rlhf_type, reward_model, num_ppo_epochs; there is no rlhf_type: ppo here, of preference tuning "
+        "there are dpo, ipo, orpo, simpo (docs/preferences.md), of policy optimization there are dr_grpo, grpo, rloo",
     ),
     "a reward model of LLaMA-Factory": (
         "rm.yaml",
