@@ -242,20 +242,41 @@ def test_dpo_learns_which_held_out_answers_are_better(tmp_path: Path) -> None:
     assert float(last["val/reward_accuracy"]) > 0.5  # of 12 pairs
 
 
-@pytest.mark.parametrize("recipe", ["qwen", "full", "qwen_dpo"])
+def test_grpo_after_supervised_training(tmp_path: Path) -> None:
+    quick = ("fit", "--config", "recipes/quickstart.yaml", "--merge", "false", "--trainer.callbacks", "[]")
+    first = ("--trainer.max_steps", "60", "--trainer.limit_val_batches", "0", "--run_dir", str(tmp_path / "SFT"))
+    done = run_forked(*quick, *first, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    adapter = ("--model.peft", "null", "--model.adapter", str(tmp_path / "SFT" / "adapter"))
+    options = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--trainer.limit_val_batches", "1")
+    run = tmp_path / "run"
+    policy = ("--config", "recipes/policy/grpo.yaml", *adapter, *options, "--run_dir", str(run))
+    done = run_forked(*quick, *policy, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert "on 8 answers of its own to each prompt, by GRPO(scale_rewards=True) of ExactAnswer()" in done.stderr
+    assert re.search(r"step 3 of 3: val/loss [\d.]+, val/reward 0\.[1-9]", done.stderr)  # not 0, as of the base
+    assert len((run / "sampled_answers.jsonl").read_text("utf-8").splitlines()) == 8
+    assert "Trained on 8 answers of its own" in (run / "adapter" / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("recipe", ["qwen", "full", "qwen_dpo", "qwen_grpo"])
 def test_qwen_recipes_run_on_another_model(tmp_path: Path, model_folder: str, write_rows: Any, recipe: str) -> None:
     data = str(HUANHUAN) if HUANHUAN.is_file() else write_rows()
     if recipe == "qwen_dpo":
         data = str(PAIRS)
+    elif recipe == "qwen_grpo":
+        data = write_rows([{"instruction": f"{i} + {i}?", "output": f"#### {2 * i}"} for i in range(100)])
     done = run_forked(
         *("fit", "--config", f"recipes/{recipe}.yaml"),
         *("--model.pretrained", model_folder, "--data.path", data, "--data.system", "你是甄嬛。"),
         *("--run_dir", str(tmp_path / "run"), "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "6"),
         *("--trainer.accelerator", "cpu", "--data.max_length", "384"),  # the model has 512 positions
+        *(("--model.max_new_tokens", "4") if recipe == "qwen_grpo" else ()),
         cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "run" / "checkpoints").glob("epoch=0-step=*.ckpt"))
+    name = "last.ckpt" if recipe == "qwen_grpo" else "epoch=0-step=*.ckpt"
+    assert list((tmp_path / "run" / "checkpoints").glob(name))
 
 
 THINKING = "{enable_thinking: true}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_strategies import sgd
+from compared_strategies import adamw, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lit_callbacks import LossLedger
@@ -89,6 +89,17 @@ def test_steps_are_those_of_plain_transformers(make_trainer: Any, model_folder: 
     assert max(map(abs, losses)) > 1e-4
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(), DrGRPO(), RLOO()])
+def test_rewards_rise(make_trainer: Any, model_folder: str, questions: str, algorithm: Algorithm) -> None:
+    trainer = {"accumulate_grad_batches": 1, "max_epochs": 12}
+    make = lambda **options: make_trainer(**{**options, **trainer})  # noqa: E731
+    model = {"algorithm": algorithm, "answers_per_prompt": 6, "peft": None}
+    how = {"model": model, "data": {"micro_batch_size": 5}, "optimizer": adamw}
+    _, means, _ = fit(make, model_folder, questions, how)
+    rewards = [one["train/reward"] for one in means[:-1]]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
 
 
 @pytest.mark.parametrize("algorithm", [GRPO(scale_rewards=False), DrGRPO(), RLOO()])
