@@ -46,6 +46,7 @@ def test_pages_in_chinese() -> None:
         "data.zh-CN.md",
         "methods.zh-CN.md",
         "migration.zh-CN.md",
+        "policy.zh-CN.md",
         "preferences.zh-CN.md",
         "strategies.zh-CN.md",
     ]
