@@ -1,13 +1,14 @@
 """Data for policy optimization, a reward of any text, and fits of PolicyLM that record what each step measures."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compared_strategies import Record, sgd
+from compared_strategies import Record
 from lit_callbacks.distributed.gather import full_weights
 from peft import LoraConfig
 from shared_fixtures import make_rows
@@ -17,6 +18,8 @@ from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+SEED = 13
+"""Seed with which no draw of these fits is within 2.7e-6 of a tie; splits move cumulative probabilities by 6e-7."""
 MEASURED = ("train/reward", "train/reward_std", "train/signal_share", "train/answer_tokens", "train/cut_share")
 
 
@@ -32,6 +35,10 @@ def write_questions(folder: Path) -> str:
     for name, count, seed in (("val.json", 3, 1), ("train.json", 10, 0)):
         (folder / name).write_text(json.dumps(make_rows(count, seed)), "utf-8")
     return str(folder / "train.json")
+
+
+def slow(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02)
 
 
 def data_of(path: str, **options: Any) -> TextDataModule:
@@ -66,8 +73,9 @@ class RecordRewards(Record):
 
 def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: int = 1, strategy: Any = "auto") -> Any:
     """Losses, norms and means of two epochs in steps of 4 prompts of 10, validation's means, and the final weights."""
-    model = {"peft": LORA, "algorithm": GRPO(), "answers_per_prompt": 3, "max_new_tokens": 6, **how.get("model", {})}
-    module = PolicyLM(folder, rewards=[FewLetters()], optimizer=how.get("optimizer", sgd), **model)
+    os.environ["PL_GLOBAL_SEED"] = str(SEED)
+    model = {"peft": LORA, "algorithm": GRPO(), "answers_per_prompt": 3, "max_new_tokens": 3, **how.get("model", {})}
+    module = PolicyLM(folder, rewards=[FewLetters()], optimizer=how.get("optimizer", slow), **model)
     record = RecordRewards(how.get("save_after"), how.get("save"))
     data = data_of(path, **how.get("data", {}))
     replicas = how.get("replicas", world)

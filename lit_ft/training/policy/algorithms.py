@@ -53,7 +53,7 @@ class GRPO(Algorithm):
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Difference to the mean of the prompt's rewards, over their standard deviation, ``(P, G)``."""
-        advantages = rewards - rewards.mean(1, keepdim=True)
+        advantages = _centered(rewards)
         return advantages / (rewards.std(1, keepdim=True) + EPSILON) if self.scale_rewards else advantages
 
     def token_weight(self, tokens: Tensor, max_new_tokens: int) -> Tensor:
@@ -66,7 +66,7 @@ class DrGRPO(Algorithm):
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Difference to the mean of the prompt's rewards, ``(P, G)``."""
-        return rewards - rewards.mean(1, keepdim=True)
+        return _centered(rewards)
 
     def token_weight(self, tokens: Tensor, max_new_tokens: int) -> Tensor:
         """One over ``max_new_tokens``, whatever the length, ``(P, G)``."""
@@ -79,11 +79,17 @@ class RLOO(Algorithm):
     def advantages(self, rewards: Tensor) -> Tensor:
         """Difference to the mean reward of the prompt's other answers, ``(P, G)``."""
         answers = rewards.shape[1]
-        return (rewards - rewards.mean(1, keepdim=True)) * (answers / (answers - 1))
+        return _centered(rewards) * (answers / (answers - 1))
 
     def token_weight(self, tokens: Tensor, max_new_tokens: int) -> Tensor:
         """1: the log-probability of a whole answer counts, ``(P, G)``."""
         return torch.ones_like(tokens)
+
+
+def _centered(rewards: Tensor) -> Tensor:
+    # In fp64, where the mean of equal fp32 numbers is that number: their advantages are 0, and are not computed.
+    wide = rewards.double()
+    return (wide - wide.mean(1, keepdim=True)).float()
 
 
 def check_algorithm(algorithm: Algorithm, answers: int) -> None:

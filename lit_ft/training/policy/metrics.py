@@ -55,23 +55,20 @@ class PolicyMetrics(RewardMetrics):
     """Means over the answers that train, and the mean loss over them.
 
     ``reward_std`` is the mean over prompts of the standard deviation of their answers' rewards, and ``signal_share``
-    the share of prompts whose answers have not all the same reward: others train nothing.
+    the share of prompts of which any answer trains.
     """
 
     def __init__(self, names: Sequence[str], has_router_loss: bool = False) -> None:
         super().__init__(names, has_router_loss)
         self.of_groups = TokenMean((len(OF_GROUPS),))
         self.has_signal = True
-        """Whether there was a difference between the rewards of a prompt's answers, before the last ``log``."""
+        """Whether any answer trained, before the last ``log``."""
 
-    def add_rollouts(self, rollouts: Rollouts, batch: PackedBatch) -> None:
-        """Add answers to the prompts of a batch of the data."""
-        super().add_rollouts(rollouts, batch)
-        if not rollouts.asked:
-            return
-        spread = rollouts.total.std(1)
-        measured = torch.stack([spread, (spread > 0).float()]).double().sum(1)
-        self.of_groups.update(measured.to(self.of_groups.total), len(rollouts.asked))
+    def add_groups(self, rollouts: Rollouts, weights: Tensor) -> None:
+        """Add how the answers to each prompt differ, and their weights in the loss, ``(P, G)``."""
+        if rollouts.asked:
+            measured = torch.stack([rollouts.total.std(1), weights.any(1).float()]).double().sum(1)
+            self.of_groups.update(measured.to(self.of_groups.total), len(rollouts.asked))
 
     def _add_further(
         self, result: TokenLoss, batch: PackedBatch

@@ -131,9 +131,11 @@ class PolicyLM(CausalLM):
         given = self._packed.as_packed_batch(batch)
         sampling = Sampling(temperature=1.0, seed=process.seed())
         rollouts = self._rollouts(given, self.answers_per_prompt, sampling)
+        weights = self._weights(rollouts)
         self.train_metrics.add_rollouts(rollouts, given)
+        self.train_metrics.add_groups(rollouts, weights)
         self._file.add(self.trainer, rollouts)
-        return batch_of(rollouts, self._weights(rollouts), given, self.device)
+        return batch_of(rollouts, weights, given, self.device)
 
     def _weights(self, rollouts: Rollouts) -> Tensor:
         """Factor on the cross-entropy of each token of an answer, ``(P, G)``."""
@@ -161,7 +163,7 @@ class PolicyLM(CausalLM):
         """Answers to a batch's prompts, ``each`` to one; a collective where ranks share weights."""
         asked, answers = asked_of(given), []
         prompts = [one.prompt for one in asked for _ in range(each)]
-        texts = self.tokenizer.batch_decode(prompts)
+        texts = [text for text in self.tokenizer.batch_decode([one.prompt for one in asked]) for _ in range(each)]
         if given["segment_lengths"]:  # no rank computes an empty batch
             seeds = [one.seed(self.trainer.global_step, answer) for one in asked for answer in range(each)]
             with self._answering():
@@ -212,10 +214,11 @@ class PolicyLM(CausalLM):
         super()._log_step()
         self._steps_without_signal = 0 if self.train_metrics.has_signal else self._steps_without_signal + 1
         if self._steps_without_signal == STEPS_WITHOUT_SIGNAL:
+            cut = "" if self.train_on_cut_answers else ", or were cut (model.train_on_cut_answers=false)"
             rank_zero_warn(
-                f"model.rewards: in {STEPS_WITHOUT_SIGNAL} optimizer steps all answers to each prompt had the same "
-                "reward, so that nothing is trained. Begin with a model that is right at times (train it on the known "
-                "answers first), take rewards that tell wrong answers apart (lit_ft.Similarity), or raise "
+                f"model.rewards: {STEPS_WITHOUT_SIGNAL} optimizer steps have trained nothing: all answers to each "
+                f"prompt had the same reward{cut}. Begin with a model that is right at times (train on known answers "
+                "first), take rewards that tell wrong answers apart (lit_ft.Similarity), or raise "
                 "model.answers_per_prompt"
             )
 

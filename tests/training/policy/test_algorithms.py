@@ -16,7 +16,13 @@ def test_grpo() -> None:
     torch.testing.assert_close(GRPO().advantages(REWARDS), (REWARDS - mean) / (std + 1e-4))
     torch.testing.assert_close(GRPO(scale_rewards=False).advantages(REWARDS), REWARDS - mean)
     assert GRPO().token_weight(TOKENS, 16)[0].tolist() == [1, 0.5, 0.25, 0.125]
-    assert not GRPO().advantages(REWARDS)[1].any()  # no difference, no signal
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(), DrGRPO(), RLOO()])
+@pytest.mark.parametrize("answers", [2, 3, 6, 7])
+def test_equal_rewards_are_no_signal(algorithm: Algorithm, answers: int) -> None:
+    """Also where their mean is rounded."""
+    assert not algorithm.advantages(torch.full((2, answers), 0.1)).any()
 
 
 def test_dr_grpo() -> None:

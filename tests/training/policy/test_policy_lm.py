@@ -12,7 +12,7 @@ from compared_strategies import adamw, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lit_callbacks import LossLedger
-from sampled_answers import LORA, FewLetters, assert_same_runs, data_of, fit, write_questions
+from sampled_answers import LORA, SEED, FewLetters, assert_same_runs, data_of, fit, write_questions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -55,8 +55,8 @@ def _plain(folder: str, path: str, lr: float, steps: int) -> tuple[list[float], 
             prompt, expected = ids[:first].tolist(), ids[labels != -100].tolist()
             text = f"{step} %d {prompt} {expected}"
             seeds = [_seed(text % answer) for answer in range(3)]
-            drawn = Sampling(temperature=1.0, seed=7)
-            answers = generate_answers(policy, policy, module.tokenizer, [prompt] * 3, 6, drawn, seeds)
+            drawn = Sampling(temperature=1.0, seed=SEED)
+            answers = generate_answers(policy, policy, module.tokenizer, [prompt] * 3, 3, drawn, seeds)
             of = [SampledAnswer("", one.text.strip(), "", 0, None) for one in answers]
             reward = torch.tensor(FewLetters().of(of))
             advantage = (reward - reward.mean()) / (reward.std() + 1e-4)
@@ -81,7 +81,7 @@ def _seed(text: str) -> int:
 
 
 def test_steps_are_those_of_plain_transformers(make_trainer: Any, model_folder: str, questions: str) -> None:
-    losses, means, weights = _plain(model_folder, questions, lr=0.1, steps=3)
+    losses, means, weights = _plain(model_folder, questions, lr=0.02, steps=3)
     how = {"data": {"shuffle": False}, "model": {"peft": None}, "trainer": {"max_steps": 3}}
     steps, measured, found = fit(make_trainer, model_folder, questions, how)
     assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-3, abs=1e-6)
@@ -156,21 +156,26 @@ def test_steps_without_a_signal_train_nothing_and_are_named(
     module.configure_model()
     before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
     trainer = make_trainer(max_steps=21, log_every_n_steps=1)
-    with pytest.warns(UserWarning, match="in 10 optimizer steps all answers to each prompt had the same") as said:
+    with pytest.warns(
+        UserWarning,
+        match="10 optimizer steps have trained nothing: all answers to each prompt had the same",
+    ) as said:
         trainer.fit(module, data_of(questions))
-    assert sum("in 10 optimizer steps" in str(one.message) for one in said) == 1
+    assert sum("10 optimizer steps have" in str(one.message) for one in said) == 1
     assert all(torch.equal(weight, before[name]) for name, weight in module.named_parameters())
     measured = {name: float(trainer.callback_metrics[f"train/{name}"]) for name in ("loss", "signal_share", "reward")}
     assert measured == {"loss": 0, "signal_share": 0, "reward": 0.5}
 
 
 def test_cut_answers_are_left_out_where_asked(make_trainer: Any, model_folder: str, questions: str) -> None:
-    """All answers of random weights are cut here, so nothing trains."""
+    """Random weights end next to no answer themselves."""
     model = {"train_on_cut_answers": False, "max_new_tokens": 2}
     steps, means, _ = fit(make_trainer, model_folder, questions, {"model": model})
-    assert {one["train/cut_share"] for one in means[:-1]} == {1.0}
-    assert max(one["train/signal_share"] for one in means[:-1]) > 0
-    assert set(steps) == {(0.0, 0.0)}
+    of_cut = [(step, one) for step, one in zip(steps, means, strict=False) if one["train/cut_share"] == 1]
+    assert len(of_cut) > 3
+    assert {step for step, _ in of_cut} == {(0.0, 0.0)}
+    assert {one["train/signal_share"] for _, one in of_cut} == {0.0}
+    assert min(one["train/reward_std"] for _, one in of_cut) > 0
 
 
 def test_rewards_are_weighted_and_logged_by_name_and_source(

@@ -1,6 +1,5 @@
 """Every strategy draws the same answers and computes the same steps as one process does; also after a resume."""
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -43,7 +42,6 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], name: str) -> Any:
-    os.environ["PL_GLOBAL_SEED"] = "3"
     strategy, world, replicas = STRATEGIES[name]
     return fit(make_trainer, folder, path, {**how, "replicas": replicas}, world, strategy)
 
@@ -68,7 +66,6 @@ def test_same_numbers(
     way: str,
 ) -> None:
     if way not in kept:
-        os.environ["PL_GLOBAL_SEED"] = "3"
         kept[way] = fit(make_trainer, model_folder, questions, WAYS[way])
     world = STRATEGIES[name][1]
     ranks = live_ranks(world, _fit, make_trainer, model_folder, questions, WAYS[way], name, timeout=100)
