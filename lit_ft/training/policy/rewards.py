@@ -4,8 +4,11 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import SequenceMatcher
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
+
+import torch
 
 from lit_ft.errors import RecipeError, check_counts, check_types, explained
 from lit_ft.protocols import FinishReason
@@ -152,15 +155,23 @@ def rewards_of(reward: Reward, answers: Sequence[SampledAnswer]) -> list[float]:
         RecipeError: the reward fails, or gives something else than one finite number for each.
     """
     with explained("model.rewards", f"fix {reward.name}"):
-        found = list(reward.of(answers))
+        found = list(reward.of(tuple(answers)))
     if len(found) != len(answers):
         raise RecipeError(
             f"model.rewards: {reward.name}.of gives {len(found)} values for {len(answers)} answers; return one for each"
         )
-    for value, one in zip(found, answers, strict=True):
-        if not isinstance(value, int | float) or not math.isfinite(value):
+    numbers = [_number(value) for value in found]
+    for value, number, one in zip(found, numbers, answers, strict=True):
+        if not abs(number) <= torch.finfo(torch.float32).max:
             raise RecipeError(
                 f"model.rewards: {reward.name}.of gives {value!r} for the answer {one.answer[:200]!r}; return a finite "
                 "number"
             )
-    return [float(value) for value in found]
+    return numbers
+
+
+def _number(value: object) -> float:
+    """A value as a number, also one of NumPy or torch; NaN for what is none."""
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    return math.nan

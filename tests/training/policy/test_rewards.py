@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lit_ft import ExactAnswer, FinalNumber, Matches, OverlongPenalty, RecipeError, Similarity
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
@@ -80,6 +82,11 @@ class Given(Reward):
         ([1.0], "Given.of gives 1 values for 2 answers; return one for each"),
         ([1.0, float("nan")], "Given.of gives nan for the answer 'b'; return a finite number"),
         ([None, 1.0], "Given.of gives None for the answer 'a'; return a finite number"),
+        (["1", 1.0], "Given.of gives '1' for the answer 'a'; return a finite number"),
+        ([10**400, 1.0], "for the answer 'a'; return a finite number"),
+        ([1.0, 1e39], "Given.of gives 1e+39 for the answer 'b'; return a finite number"),  # infinite in float32
+        (torch.zeros(2, 3), "Given.of gives tensor([0., 0., 0.]) for the answer 'a'; return a finite number"),
+        (1.0, "model.rewards: TypeError: 'float' object is not iterable; fix Given"),
         (KeyError("x"), "model.rewards: KeyError: 'x'; fix Given"),
     ],
 )
@@ -87,3 +94,29 @@ def test_own_rewards_that_fail(values: Any, message: str) -> None:
     with pytest.raises(RecipeError) as error:
         rewards_of(Given(values), _answers(("a", ""), ("b", "")))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [True, False],
+        np.array([1, 0], dtype=np.float32),
+        [np.int64(1), np.bool_(False)],
+        torch.tensor([1.0, 0.0]),
+        [torch.tensor(1), torch.tensor(0.0, dtype=torch.bfloat16)],
+        map(float, "10"),
+    ],
+)
+def test_numbers_of_own_rewards(values: Any) -> None:
+    assert rewards_of(Given(values), _answers(("a", ""), ("b", ""))) == [1.0, 0.0]
+
+
+class Sorts(Reward):
+    def of(self, answers: Any) -> Sequence[float]:
+        answers.sort(key=lambda one: one.tokens)
+        return [1.0] * len(answers)
+
+
+def test_a_reward_cannot_reorder_the_answers() -> None:
+    with pytest.raises(RecipeError, match=r"AttributeError: 'tuple' object has no attribute 'sort'; fix Sorts"):
+        rewards_of(Sorts(), _answers(("a", ""), ("b", "")))
