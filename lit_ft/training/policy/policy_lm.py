@@ -22,7 +22,7 @@ from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.metrics import OF_ANSWERS, OF_GROUPS, PolicyMetrics, RewardMetrics
-from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
+from lit_ft.training.policy.rewards import OverlongPenalty, Reward, SampledAnswer, rewards_of
 from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, batch_of, of_replicas_leader
 
 STEPS_WITHOUT_SIGNAL = 10
@@ -79,6 +79,7 @@ class PolicyLM(CausalLM):
                 f"model.answers_per_prompt={answers_per_prompt} must be 2 or more: answers to one prompt are compared"
             )
         self.rewards, self.reward_weights = _checked(rewards, reward_weights)
+        _check_penalties(self.rewards, self.max_new_tokens)
         self.algorithm = algorithm or GRPO()
         check_algorithm(self.algorithm, answers_per_prompt)
         self.answers_per_prompt, self.train_on_cut_answers = answers_per_prompt, train_on_cut_answers
@@ -260,6 +261,20 @@ def _checked(rewards: list[Reward] | None, factors: list[float] | None) -> tuple
     if wrong := [factor for factor in factors or [] if not math.isfinite(factor) or factor == 0]:
         raise RecipeError(f"model.reward_weights: {wrong[0]} must be finite and not 0; leave a reward of no weight out")
     return list(rewards), [1.0] * len(rewards) if factors is None else [float(factor) for factor in factors]
+
+
+def _check_penalties(rewards: Sequence[Reward], max_new_tokens: int) -> None:
+    """Refuse penalties of lengths that no answer has.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    for reward in rewards:
+        if isinstance(reward, OverlongPenalty) and reward.max_tokens > max_new_tokens:
+            raise RecipeError(
+                f"model.rewards: {reward!r} with model.max_new_tokens={max_new_tokens}: no answer is as long as "
+                f"max_tokens={reward.max_tokens}; set it to model.max_new_tokens or lower"
+            )
 
 
 def _unlike(names: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ from lit_ft import (
     CausalLM,
     DrGRPO,
     ExactAnswer,
+    OverlongPenalty,
     PolicyLM,
     RecipeError,
     Similarity,
@@ -250,6 +251,10 @@ def test_padded_batches_of_a_plain_loader(make_trainer: Any, model_folder: str) 
         ({"rewards": []}, "model.rewards is not set"),
         ({"rewards": [ExactAnswer]}, "model.rewards"),
         ({"reward_weights": [1.0, 2.0]}, r"reward_weights=\[1.0, 2.0\] has 2 numbers for 1 rewards"),
+        (
+            {"rewards": [OverlongPenalty(8, 16)], "max_new_tokens": 15},
+            "max_new_tokens=15: no answer is as long as max_tokens=16; set it to model.max_new_tokens or lower",
+        ),
         ({"reward_weights": [0.0]}, "0.0 must be finite and not 0; leave a reward of no weight out"),
         ({"answers_per_prompt": 1}, "answers_per_prompt=1 must be 2 or more: answers to one prompt are compared"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
