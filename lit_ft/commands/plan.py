@@ -106,7 +106,8 @@ class PlanCLI(RecipeCLI):
                 f"plan builds lit_ft.CausalLM without weights; the recipe's model is {type(self.model).__name__}"
             )
         self.trainer.datamodule = self.datamodule  # type: ignore[attr-defined]
-        self.model.trainer = self.trainer
+        self.model.trainer = self.datamodule.trainer = self.trainer
+        self.trainer.strategy.connect(self.model)  # a batch's size is that of the module's answers, if it gives some
         strategy: object = self.trainer.strategy
         if isinstance(strategy, ChecksRecipe):
             strategy.check(self.trainer, self.model, self.datamodule)

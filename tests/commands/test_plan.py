@@ -216,6 +216,16 @@ def test_plan_of_a_machine_that_is_not_here(recipe: str, capsys: pytest.CaptureF
     assert last[:4] == ["2-3", "1,", "head", f"{384 * 48 // 2 + layer + 48:,}"]
 
 
+@pytest.mark.parametrize("strategy", [(), ("--trainer.strategy", "auto", "--devices", "1", "--num_nodes", "1")])
+def test_a_batch_of_answers(recipe: str, capsys: pytest.CaptureFixture[str], strategy: tuple[str, ...]) -> None:
+    policy = ["--model", "lit_ft.PolicyLM", "--model.rewards", "[lit_ft.ExactAnswer]", "--model.max_new_tokens", "36"]
+    content = yaml.safe_load(Path(recipe).read_text())
+    data = content["data"]
+    assert plan("--config", recipe, *policy, "--model.answers_per_prompt", "3", *strategy) == 0
+    tokens = data["micro_batch_size"] * 3 * (data["max_length"] + 36)
+    assert f" {tokens:,} tokens" in capsys.readouterr().out
+
+
 @pytest.mark.processes
 def test_plan_says_what_the_run_says(
     live_ranks: LiveRanks, recipe: str, model_folder: str, write_rows: Any, capsys: pytest.CaptureFixture[str]
