@@ -22,10 +22,12 @@ from lit_ft.tuning.targets.experts import ExpertLayer, expert_layers
 def metric_names(split: str, measured: Sequence[str], has_token_weights: bool = False) -> list[str]:
     """Names of the metrics that a module logs of a split (train, val, test), apart from losses of sources.
 
-    ``measured`` is what it measures besides its loss, ``CausalLM.measured``; ``has_token_weights`` says whether tokens
-    have weights in its training loss.
+    ``measured`` is what it measures besides its loss, ``CausalLM.measured``: of all splits, or of one that a name
+    begins with. ``has_token_weights`` says whether tokens have weights in its training loss.
     """
-    names = [f"{split}/{name}" for name in ("loss", *measured, "router_aux_loss")]
+    others = tuple(f"{other}/" for other in ("train", "val", "test") if other != split)
+    own = [name.removeprefix(f"{split}/") for name in measured if not name.startswith(others)]
+    names = [f"{split}/{name}" for name in ("loss", *own, "router_aux_loss")]
     of_steps = ("learning_rate", "grad_norm", *(["cross_entropy"] if has_token_weights else []), "regularization")
     of_some = "expert_load_max_over_mean", "padding_share"
     return [*names, *(f"train/{name}" for name in (*of_steps, *of_some))] if split == "train" else names

@@ -84,7 +84,9 @@ class PolicyLM(CausalLM):
         check_algorithm(self.algorithm, answers_per_prompt)
         self.answers_per_prompt, self.train_on_cut_answers = answers_per_prompt, train_on_cut_answers
         names = _unlike([reward.name for reward in self.rewards])
-        self.measured = (*OF_ANSWERS, *(f"rewards/{name}" for name in names), *OF_GROUPS, *CausalLM.measured)
+        of_steps = (f"train/{name}" for name in OF_GROUPS)
+        of_known = (f"{split}/{name}" for split in ("val", "test") for name in CausalLM.measured)
+        self.measured = (*OF_ANSWERS, *(f"rewards/{name}" for name in names), *of_steps, *of_known)
         self.train_metrics: PolicyMetrics = PolicyMetrics(names, self.spec.router_aux_loss is not None)
         self.val_metrics: RewardMetrics = RewardMetrics(names)
         self.test_metrics: RewardMetrics = RewardMetrics(names)

@@ -33,6 +33,7 @@ from lit_ft import (
     TextDataModule,
 )
 from lit_ft.model.generation import Sampling, generate_answers
+from lit_ft.training.metrics import metric_names
 from lit_ft.training.policy.algorithms import Algorithm
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
 
@@ -228,6 +229,18 @@ def test_validation_asks_once_and_greedily(make_trainer: Any, model_folder: str,
     assert found["val/loss"] == pytest.approx(plain["val/loss"])
     tested = make_trainer().test(module, data_of(questions), verbose=False)[0]
     assert tested["test/reward"] == pytest.approx(found["val/reward"])
+
+
+def test_metrics_to_monitor_are_those_that_are_logged(make_trainer: Any, model_folder: str, questions: str) -> None:
+    module = PolicyLM(model_folder, rewards=[FewLetters()], answers_per_prompt=2, max_new_tokens=2, optimizer=sgd)
+    trainer = make_trainer(max_steps=1, log_every_n_steps=1, limit_train_batches=1)
+    trainer.fit(module, data_of(questions))
+    of_some = ("router_aux_loss", "regularization", "expert_load_max_over_mean", "padding_share", "grad_norm")
+    for split in ("train", "val"):
+        known = set(metric_names(split, module.measured)) - {f"{split}/{name}" for name in of_some}
+        assert {name for name in trainer.callback_metrics if name.startswith(f"{split}/")} - {
+            "train/grad_norm"
+        } == known
 
 
 def test_padded_batches_of_a_plain_loader(make_trainer: Any, model_folder: str) -> None:
