@@ -71,6 +71,8 @@ class PackedBatch(TypedDict, total=False):
     samples are pairs, the number of its pairs."""
     window_samples: int
     """Samples with supervised tokens, or pairs, of this rank in the window."""
+    window_members: Sequence[tuple[np.ndarray, np.ndarray]]
+    """Ids and labels of all samples of this rank in the window, where a module answers their prompts at once."""
     window_sources: Sequence[int]
     """Sources with supervised tokens (or pairs) in the window, on any rank, as indices into ``source_names``."""
 

@@ -370,6 +370,7 @@ class TextDataModule(LightningDataModule):
             seed=process.seed(),
             replicas=replicas,
             mixing=self.mixing,
+            shows_window=self._policy() is not None,
         )
 
     def _plan_of_training(self, trainer: Trainer, replicas: int) -> BatchPlan:

@@ -66,6 +66,11 @@ def begun_micro_batches(trainer: Trainer) -> int | None:
     return None if trainer.ckpt_path is None else trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
+def is_at_start_of_step(trainer: Trainer) -> bool:
+    """Whether the micro-batch that is on its way to the device is the first one of an optimizer step."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0
+
+
 def set_logged_steps(trainer: Trainer, steps: int) -> None:
     """Set the number under which Lightning logs the current step: a private counter, apart from ``global_step``."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps

@@ -255,6 +255,7 @@ def generate_answers(
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     rows: Sequence[int] | None = None,
+    at_once: int | None = None,
 ) -> list[GeneratedAnswer]:
     """Answer prompts together, as far as padding changes no answer; an answer ends at any of ``stop_ids``.
 
@@ -268,6 +269,7 @@ def generate_answers(
         max_new_tokens: largest number of tokens of an answer.
         sampling: choice of the next token.
         rows: number of each prompt's row, which seeds its random numbers; None counts the prompts.
+        at_once: largest number of prompts that are answered together; None sets no limit.
 
     Raises:
         RecipeError: a prompt leaves no position for an answer, where a model has learned its positions.
@@ -278,7 +280,7 @@ def generate_answers(
     ]
     numbers = rows or range(len(prompts))
     rooms = _rooms(model, base, encoded, max_new_tokens)
-    batches = _batches(base, encoded, [room < max_new_tokens for room in rooms])
+    batches = _batches(base, encoded, [room < max_new_tokens for room in rooms], at_once)
     answers: dict[int, tuple[list[int], FinishReason]] = {}
     was_training = model.training
     model.eval()
@@ -338,17 +340,24 @@ def _common_room(base: PreTrainedModel, rooms: Sequence[int], max_new_tokens: in
     return int(least)
 
 
-def _batches(base: PreTrainedModel, encoded: Sequence[Sequence[int]], alone: Sequence[bool]) -> list[list[int]]:
+def _batches(
+    base: PreTrainedModel, encoded: Sequence[Sequence[int]], alone: Sequence[bool], at_once: int | None
+) -> list[list[int]]:
     """Indices of the prompts that are answered together; a collective where ranks share the model.
 
     Those of one length, where padding would change the answers or ``alone`` says that positions end before the
-    answer. Ranks that share a model have as many batches.
+    answer; else those of like lengths, where there are more than ``at_once``. Ranks that share a model have as many
+    batches.
     """
     by_length: dict[int, list[int]] = {}
     for index, ids in enumerate(encoded):
         is_of_one_length = alone[index] or architectures.reads_padding(base.config)
         by_length.setdefault(len(ids) if is_of_one_length else 0, []).append(index)
-    batches = list(by_length.values())
+    size = at_once or max(len(encoded), 1)
+    batches: list[list[int]] = []
+    for same in by_length.values():
+        by_size = same if len(same) <= size else sorted(same, key=lambda index: -len(encoded[index]))
+        batches += [by_size[start : start + size] for start in range(0, len(same), size)]
     if not is_split(base):
         return batches
     most = torch.tensor(len(batches), device=base.device)

@@ -28,6 +28,8 @@ class AnswerOptions(NamedTuple):
     """Numbers that seed the random draws of the answers; None counts the prompts."""
     prompts: Sequence[list[int]] | None = None
     """Tokens of the prompts, in place of those of their texts."""
+    at_once: int | None = None
+    """Largest number of prompts that are answered together; None sets no limit."""
 
 
 DEFAULT_OPTIONS = AnswerOptions()
@@ -62,10 +64,11 @@ class AnsweringModule(LightningModule):
         An answer ends at the base's end tokens, the tokenizer's, and those that close a turn in its chat template.
         Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
         """
-        sampling, rows, ids = self._options
+        sampling, rows, ids, at_once = self._options
         asked, base, model = prompts if ids is None else ids, self.base_model, self.model
         assert model is not None, "base_model has refused it"
-        self._answers = generate_answers(model, base, self.tokenizer, asked, max_new_tokens, sampling, rows or None)
+        chosen = sampling, rows or None, at_once
+        self._answers = generate_answers(model, base, self.tokenizer, asked, max_new_tokens, *chosen)
         return [answer.text for answer in self._answers]
 
     def ended_answers(

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.model import render_limits
-from lit_ft.model.generation import Sampling, closing_tokens, dense_attention, stop_ids
+from lit_ft.model.generation import GeneratedAnswer, Sampling, closing_tokens, dense_attention, stop_ids
 from lit_ft.model.isolation import architectures
+from lit_ft.training.answering import AnswerOptions
 
 pytestmark = pytest.mark.slow
 
@@ -54,11 +55,15 @@ def test_an_answer_ends_where_the_template_ends_a_turn(
     trainer.fit(module, data)
     prompts = [row["prompt"] for row in data.splits.prompts("val")]
     assert module.answer(prompts, 20) == ["blue cup", "书"]
-    assert module.ended_answers(prompts, 20) == [("blue cup", "stop"), ("书", "stop")]
+    answers = module.ended_answers(prompts, 20)
+    assert [one[:2] for one in answers] == [("blue cup", "stop"), ("书", "stop")]
+    assert all(one.ids[-1] == module.tokenizer.convert_tokens_to_ids("<|im_end|>") for one in answers)
+    options = AnswerOptions(at_once=1)
+    assert module.ended_answers(prompts, 20, options) == answers
     assert [answer.finish_reason for answer in module.ended_answers(prompts, 1)] == ["length", "length"]
     with monkeypatch.context() as patch:  # another's way to answer
         patch.setattr(module, "answer", lambda prompts, _: ["own"] * len(prompts))
-        assert module.ended_answers(prompts, 1) == [("own", None)] * 2
+        assert module.ended_answers(prompts, 1) == [GeneratedAnswer("own", None)] * 2
     scores: list[float] = []
     log: Any = type("Log", (), {"log_metrics": lambda self, metrics, step: scores.extend(metrics.values())})()
     trainer._loggers = [log]

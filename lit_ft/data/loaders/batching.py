@@ -45,6 +45,8 @@ class BatchPlan:
     seed: int = 0
     replicas: int = 1
     mixing: Mixing = field(default_factory=Mixing)
+    shows_window: bool = False
+    """Whether a micro-batch also holds the samples of all micro-batches of its window on its rank."""
 
     def units(self, samples: Samples, *numbers: int) -> list[Unit]:
         """Units of an epoch (or of a stream's buffer) in order; ``numbers`` are those of both, part of the seed."""
@@ -122,6 +124,8 @@ class Window(NamedTuple):
     """Sources with supervised tokens on any rank; a pair has some."""
     samples: int
     """Samples with supervised tokens on this rank; where they are pairs, the number of pairs."""
+    members: MicroBatch
+    """Indices of its samples on this rank, where the plan shows them; else none."""
 
 
 Piece = tuple[MicroBatch, Window, bool]
@@ -144,7 +148,8 @@ def micro_batches(
         answered = int(sum(np.count_nonzero(samples.supervised[members]) for members in mine if members))
         everywhere = [i for share in window for members in share for i in members]
         sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
-        facts = Window(tokens, tuple(sources.tolist()), answered)
+        shown = [i for members in mine for i in members] if plan.shows_window else []
+        facts = Window(tokens, tuple(sources.tolist()), answered, shown)
         for i, members in enumerate(mine):
             yield members, facts, any(share[i] for share in window)
 
@@ -193,7 +198,9 @@ def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
         batch = empty_batch()
     if samples.has_pairs and not members:
         batch = with_no_pairs(batch)
-    batch["window_tokens"], batch["window_sources"], batch["window_samples"] = window
+    batch["window_tokens"], batch["window_sources"], batch["window_samples"] = window[:3]
+    if window.members:
+        batch["window_members"] = [samples[i] for i in window.members]
     batch["source_names"] = samples.names
     return batch
 

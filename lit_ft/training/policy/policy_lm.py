@@ -10,11 +10,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_ft import process
-from lit_ft.errors import RecipeError, check_types
+from lit_ft.errors import RecipeError, check_counts, check_types
+from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.generation import GREEDY, GeneratedAnswer, Sampling, has_marks
-from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss, pack_samples
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, GivesFirstBatches
 from lit_ft.training.answering import AnswerOptions
@@ -49,6 +50,7 @@ class PolicyLM(CausalLM):
         reward_weights: list[float] | None = None,
         algorithm: Algorithm | None = None,
         answers_per_prompt: int = 8,
+        answers_at_once: int = 128,
         train_on_cut_answers: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -63,6 +65,8 @@ class PolicyLM(CausalLM):
             algorithm: weights of answers from their rewards, by class_path: lit_ft.GRPO, lit_ft.DrGRPO, lit_ft.RLOO, or
                 your own lit_ft.training.policy.algorithms.Algorithm. null is GRPO.
             answers_per_prompt: number of answers to each prompt in a step, 2 or more.
+            answers_at_once: largest number of answers that are generated together, of all micro-batches of a step; more
+                take less time, and more memory for keys and values.
             train_on_cut_answers: whether answers that max_new_tokens cuts are trained on; with false they only count in
                 the rewards that others are compared with.
             **kwargs: the other options of ``CausalLM``; max_new_tokens is the length of the longest answer.
@@ -78,11 +82,13 @@ class PolicyLM(CausalLM):
             raise RecipeError(
                 f"model.answers_per_prompt={answers_per_prompt} must be 2 or more: answers to one prompt are compared"
             )
+        check_counts("model", answers_at_once=answers_at_once)
         self.rewards, self.reward_weights = _checked(rewards, reward_weights)
         _check_penalties(self.rewards, self.max_new_tokens)
         self.algorithm = algorithm or GRPO()
         check_algorithm(self.algorithm, answers_per_prompt)
-        self.answers_per_prompt, self.train_on_cut_answers = answers_per_prompt, train_on_cut_answers
+        self.answers_per_prompt, self.answers_at_once = answers_per_prompt, answers_at_once
+        self.train_on_cut_answers = train_on_cut_answers
         names = _unlike([reward.name for reward in self.rewards])
         of_steps = (f"train/{name}" for name in OF_GROUPS)
         of_known = (f"{split}/{name}" for split in ("val", "test") for name in CausalLM.measured)
@@ -91,6 +97,8 @@ class PolicyLM(CausalLM):
         self.val_metrics: RewardMetrics = RewardMetrics(names)
         self.test_metrics: RewardMetrics = RewardMetrics(names)
         self._steps_without_signal, self._file = 0, AnswersFile(names)
+        self._of_step: Rollouts | None = None
+        """Answers to all prompts of the step on this rank; None before the first micro-batch of a fit."""
 
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples that leave no positions for an answer; see ``LimitsLengths``."""
@@ -124,6 +132,7 @@ class PolicyLM(CausalLM):
                 "trains on answers of its own; leave LossLedger out"
             )
         self._file.begin(self.trainer)
+        self._of_step = None
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -132,13 +141,23 @@ class PolicyLM(CausalLM):
         if not self.trainer.training:
             return batch
         given = self._packed.as_packed_batch(batch)
-        sampling = Sampling(temperature=1.0, seed=process.seed())
-        rollouts = self._rollouts(given, self.answers_per_prompt, sampling)
+        asked = asked_of(given)
+        if "window_samples" not in given:  # a loader that shows no more than this batch
+            rollouts = self._sampled_rollouts(asked, bool(given["segment_lengths"]))
+        else:
+            if self._of_step is None or is_at_start_of_step(self.trainer):
+                members = given.get("window_members", ())
+                self._of_step = self._sampled_rollouts(asked_of(pack_samples(members)) if members else [], True)
+            rollouts = self._of_step.take(asked)
         weights = self._weights(rollouts)
         self.train_metrics.add_rollouts(rollouts, given)
         self.train_metrics.add_groups(rollouts, weights)
         self._file.add(self.trainer, rollouts)
         return batch_of(rollouts, weights, given, self.device)
+
+    def _sampled_rollouts(self, asked: Sequence[Asked], is_computed: bool) -> Rollouts:
+        sampling = Sampling(temperature=1.0, seed=process.seed())
+        return self._rollouts(asked, self.answers_per_prompt, sampling, is_computed)
 
     def _weights(self, rollouts: Rollouts) -> Tensor:
         """Factor on the cross-entropy of each token of an answer, ``(P, G)``."""
@@ -160,17 +179,19 @@ class PolicyLM(CausalLM):
 
     def _add_greedy(self, batch: Any, metrics: RewardMetrics) -> None:
         given = self._packed.as_packed_batch(batch)
-        metrics.add_rollouts(self._rollouts(given, 1, GREEDY), given)
+        rollouts = self._rollouts(asked_of(given), 1, GREEDY, is_computed=bool(given["segment_lengths"]))
+        metrics.add_rollouts(rollouts, given)
 
-    def _rollouts(self, given: PackedBatch, each: int, sampling: Sampling) -> Rollouts:
-        """Answers to a batch's prompts, ``each`` to one; a collective where ranks share weights."""
-        asked, answers = asked_of(given), []
+    def _rollouts(self, asked: Sequence[Asked], each: int, sampling: Sampling, is_computed: bool) -> Rollouts:
+        """Answers to prompts, ``each`` to one; where ranks share weights, a collective unless none computes a batch."""
+        answers: list[GeneratedAnswer] = []
         prompts = [one.prompt for one in asked for _ in range(each)]
         texts = [text for text in self.tokenizer.batch_decode([one.prompt for one in asked]) for _ in range(each)]
-        if given["segment_lengths"]:  # no rank computes an empty batch
+        if is_computed:
             seeds = [one.seed(self.trainer.global_step, answer) for one in asked for answer in range(each)]
+            options = AnswerOptions(sampling, seeds, prompts, self.answers_at_once)
             with self._answering():
-                answers = self.ended_answers(texts, self.max_new_tokens, AnswerOptions(sampling, seeds, prompts))
+                answers = self.ended_answers(texts, self.max_new_tokens, options)
         sampled = self._sampled(asked, texts, answers)
         rewards = self._rewards(sampled).view(len(self.rewards), len(asked), each)
         factors = torch.tensor(self.reward_weights).view(-1, 1, 1)

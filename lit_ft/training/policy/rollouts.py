@@ -27,6 +27,11 @@ class Asked(NamedTuple):
     source: int
     """Source of the sample, an index into the batch's ``source_names``."""
 
+    @property
+    def key(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Equal for equal prompts with equal known answers."""
+        return tuple(self.prompt), tuple(self.expected)
+
     def seed(self, step: int, answer: int) -> int:
         """Seed of the draws of an answer in an optimizer step: it depends on no rank and no batch."""
         text = f"{step} {answer} {self.prompt} {self.expected}".encode()
@@ -70,6 +75,14 @@ class Rollouts(NamedTuple):
     """``(functions, P, G)``, fp32, by each reward function."""
     total: Tensor
     """``(P, G)``, fp32: weighted sum over functions."""
+
+    def take(self, asked: Sequence[Asked]) -> "Rollouts":
+        """The answers to some of the prompts."""
+        places = {one.key: place for place, one in enumerate(self.asked)}
+        chosen, each = [places[one.key] for one in asked], self.total.shape[1]
+        answers = [place * each + k for place in chosen for k in range(each)]
+        ids, sampled = [self.ids[i] for i in answers], [self.answers[i] for i in answers]
+        return Rollouts(asked, ids, sampled, self.rewards[:, chosen], self.total[chosen])
 
     @property
     def tokens(self) -> Tensor:

@@ -32,6 +32,7 @@ from lit_ft import (
     Source,
     TextDataModule,
 )
+from lit_ft.model import generation
 from lit_ft.model.generation import Sampling, generate_answers
 from lit_ft.training.metrics import metric_names
 from lit_ft.training.policy.algorithms import Algorithm
@@ -318,6 +319,31 @@ def test_a_batch_is_bounded_by_what_answers_may_have(make_trainer: Any, model_fo
     assert data.plan().token_budget is None  # micro-batches are not joined: a forward pass has 2 prompts
     trainer.validate(module, data, verbose=False)
     assert len(data.val_dataloader()) == 1  # 16 prompts with one answer each
+
+
+@pytest.mark.parametrize(("at_once", "calls"), [(128, [12]), (5, [5, 5, 2])])
+def test_answers_of_a_step_are_generated_together(
+    make_trainer: Any,
+    model_folder: str,
+    questions: str,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: int,
+    calls: list[int],
+) -> None:
+    sizes: list[int] = []
+    of_batch = generation._generate
+
+    def counted(*arguments: Any) -> Any:
+        sizes.append(len(arguments[3]))
+        return of_batch(*arguments)
+
+    monkeypatch.setattr(generation, "_generate", counted)
+    how = {"model": {"answers_at_once": at_once}, "data": {"micro_batch_size": 1, "val_path": None}}
+    found = fit(make_trainer, model_folder, questions, {**how, "trainer": {"max_steps": 2}})
+    assert sizes == 2 * calls
+    monkeypatch.undo()
+    one = fit(make_trainer, model_folder, questions, {"data": {"val_path": None}, "trainer": {"max_steps": 2}})
+    assert_same_runs(found, one, 1e-5)
 
 
 def test_answering_changes_neither_modes_nor_random_states(

@@ -53,6 +53,17 @@ def _rollouts() -> Rollouts:
     return Rollouts(asked, ids, sampled, total[None], total)
 
 
+def test_some_of_the_answers_are_taken_in_their_order() -> None:
+    rollouts = _rollouts()
+    taken = rollouts.take([Asked([3], [9], 4), Asked([1, 2], [9], 5)])
+    assert [list(ids) for ids in taken.ids] == [[7, 7, 7], [8], [4, 5], [6]]
+    assert [one.source for one in taken.asked] == [4, 5]
+    assert taken.total.tolist() == [[0.0, 0.0], [1.0, 0.0]]
+    assert taken.rewards.tolist() == [[[0.0, 0.0], [1.0, 0.0]]]
+    assert taken.tokens.tolist() == [[3.0, 1.0], [2.0, 1.0]]
+    assert taken.is_cut.tolist() == [[True, False], [False, False]]
+
+
 def test_batch_of_answers() -> None:
     given = _batch(([1, 2, 9], [2]), ([3, 9], [1]))
     given["window_samples"] = 3
