@@ -73,8 +73,11 @@ class Measured:
     """``time.monotonic()`` at the end of each optimizer step."""
     losses: list[float] = field(default_factory=list)
     """Loss of each optimizer step."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each optimizer step's answers, in policy optimization."""
     tokens: list[int] | None = None
-    """Non-padding tokens of each optimizer step; None if the steps have the job's samples."""
+    """Non-padding tokens of each optimizer step, of its answers in policy optimization; None if the steps have the
+    job's samples."""
     note: str = ""
     """Note for the reader of the table, e.g. that losses are rounded."""
     preparing_seconds: float = 0.0
