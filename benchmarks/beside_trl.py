@@ -86,6 +86,12 @@ def seconds_of(run: Run) -> float:
     return float(run["ends"][-1] - run["ends"][0])
 
 
+def processor_seconds_of(run: Run) -> float:
+    """Seconds that processors have worked for the process meanwhile; NaN on CUDA."""
+    ends = run["processor_ends"]
+    return float(ends[-1] - ends[0]) if ends else float("nan")
+
+
 def middle_and_half_range(values: Sequence[float]) -> tuple[float, float]:
     """Median, and half of the difference between the largest and the smallest value."""
     return statistics.median(values), (max(values) - min(values)) / 2

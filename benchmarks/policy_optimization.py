@@ -8,7 +8,9 @@ rows: several answers to each, drawn at temperature 1 from the whole vocabulary,
 reference, one step for each set of answers. Random weights nearly never end an answer, so that almost all have
 ``--new-tokens``. Time is that from the beginning of training to the end of the last step; each contestant runs in its
 own process, in alternating order, and medians are printed. The trainers draw other numbers, so that their answers and
-losses differ; mean rewards of the first and of the last quarter of the steps show that both learn.
+losses differ; mean rewards of the first and of the last quarter of the steps show that both learn. On a machine that
+others use, run it with ``OMP_NUM_THREADS=1``: the seconds of the processor that the process itself has worked depend
+less on them.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from benchmarks.beside_trl import (
     middle_and_half_range,
     parser_of,
     peak_of,
+    processor_seconds_of,
     run_rounds,
     seconds_of,
     write_weights,
@@ -37,8 +40,8 @@ CONTESTANTS = [
     Contestant("trl", "TRL GRPOTrainer", "trl_grpo", "trl"),
 ]
 HEAD = (
-    "| trainer | s a step | answer tokens/s | lit_ft is | peak memory | reward, first steps | reward, last steps |\n"
-    "|---|---|---|---|---|---|---|"
+    "| trainer | s a step | takes | processor, s a step | takes | answer tokens/s | peak memory | reward, first steps "
+    "| reward, last steps |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -59,16 +62,16 @@ def prepare(folder: Path, options: argparse.Namespace) -> Job:
 def row_of(name: str, runs: list[Run], first: list[Run]) -> str:
     """Row of the table; ``first`` are the runs of the contestant that others are compared with."""
     if error := error_of(runs):
-        return f"| {name} | {error} | | | | | |"
-    steps, quarter = len(runs[0]["losses"]), max(len(runs[0]["losses"]) // 4, 1)
-    middle, spread = middle_and_half_range([seconds_of(one) / steps for one in runs])
+        return f"| {name} | {error} |{' |' * 7}"
+    steps, times = len(runs[0]["losses"]), []
+    for of in (seconds_of, processor_seconds_of):
+        middle, spread = middle_and_half_range([of(one) / steps for one in runs])
+        compared = float("nan") if error_of(first) else statistics.median(of(one) / steps for one in first)
+        times.append(f"{middle:.2f} (+-{spread:.2f}) | {middle / compared:.2f}x")
     rate = statistics.median(sum(one["tokens"]) / seconds_of(one) for one in runs)
-    unlike = middle / statistics.median(seconds_of(one) / steps for one in first) if not error_of(first) else 1.0
+    quarter = max(steps // 4, 1)
     begins, ends = (statistics.mean(runs[0]["rewards"][part]) for part in (slice(quarter), slice(-quarter, None)))
-    return (
-        f"| {name} | {middle:.2f} (+-{spread:.2f}) | {rate:.0f} | {unlike:.2f}x | {peak_of(runs)} | {begins:.3f} "
-        f"| {ends:.3f} |"
-    )
+    return f"| {name} | {' | '.join(times)} | {rate:.0f} | {peak_of(runs)} | {begins:.3f} | {ends:.3f} |"
 
 
 def main(arguments: list[str] | None = None) -> None:

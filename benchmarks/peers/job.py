@@ -71,6 +71,8 @@ class Measured:
 
     ends: list[float] = field(default_factory=list)
     """``time.monotonic()`` at the end of each optimizer step."""
+    processor_ends: list[float] = field(default_factory=list)
+    """Seconds that processors have worked for this process, at the end of each optimizer step; empty on CUDA."""
     losses: list[float] = field(default_factory=list)
     """Loss of each optimizer step."""
     rewards: list[float] = field(default_factory=list)
@@ -97,6 +99,7 @@ class Measured:
         if torch is None or not torch.cuda.is_initialized():
             self.peak_memory_bytes, self.file_page_bytes = _resident_memory()
             self.ends.append(time.monotonic())
+            self.processor_ends.append(time.process_time())
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
