@@ -71,10 +71,15 @@ class Measured:
 
     ends: list[float] = field(default_factory=list)
     """``time.monotonic()`` at the end of each optimizer step."""
+    processor_ends: list[float] = field(default_factory=list)
+    """Seconds that processors have worked for this process, at the end of each optimizer step; empty on CUDA."""
     losses: list[float] = field(default_factory=list)
     """Loss of each optimizer step."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each optimizer step's answers, in policy optimization."""
     tokens: list[int] | None = None
-    """Non-padding tokens of each optimizer step; None if the steps have the job's samples."""
+    """Non-padding tokens of each optimizer step, of its answers in policy optimization; None if the steps have the
+    job's samples."""
     note: str = ""
     """Note for the reader of the table, e.g. that losses are rounded."""
     preparing_seconds: float = 0.0
@@ -94,6 +99,7 @@ class Measured:
         if torch is None or not torch.cuda.is_initialized():
             self.peak_memory_bytes, self.file_page_bytes = _resident_memory()
             self.ends.append(time.monotonic())
+            self.processor_ends.append(time.process_time())
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()

@@ -15,7 +15,7 @@ def run(job: Job) -> Measured:
     """Train the job; the first time of ``ends`` is that of the beginning, before the reference is computed."""
     options: dict[str, Any] = {"max_length": job.max_length, "bf16": False, "gradient_checkpointing": False}
     options |= job.options
-    adapter = options.pop("adapter")
+    adapter, options["num_train_epochs"] = options.pop("adapter"), options.pop("epochs")
     measured = Measured()
     trainer = DPOTrainer(
         model=PeftModel.from_pretrained(base_model(job, options), adapter, is_trainable=True),
