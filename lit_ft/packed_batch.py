@@ -63,6 +63,10 @@ class PackedBatch(TypedDict, total=False):
     before training, which ``PreferenceLM`` adds; 0 where its objective does not need them."""
     target_weights: Tensor
     """``(n,)``, fp32: factor on the loss of each target, where answers that the model gave train it."""
+    target_kl_weights: Tensor
+    """``(n,)``, fp32: factor on each target's divergence from a reference; absent where the loss has no part of it."""
+    target_reference: Tensor
+    """``(n,)``, fp32: cross-entropy of each target by the reference; present with ``target_kl_weights``."""
     answers: int
     """What the loss is a mean over, present with ``target_weights``: answers of the batch, also those that it does not
     hold because their factor is 0."""
@@ -175,8 +179,7 @@ def split(batch: PackedBatch, parts: int) -> list[PackedBatch]:
     samples = split_evenly(lengths, min(parts, len(lengths)))
     pieces = [_part(batch, segments, size * part.start, size * part.stop) for part in samples]
     dummy = dummy_batch(batch["input_ids"].device)
-    if "target_weights" in batch:
-        dummy["target_weights"] = batch["target_weights"][:0]
+    dummy = with_factors(dummy, batch, torch.zeros_like(batch["targets"], dtype=torch.bool))
     return pieces + [with_no_pairs(dummy) if "pairs" in batch else dummy] * (parts - len(pieces))
 
 
@@ -193,8 +196,7 @@ def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> 
     )
     if "target_sources" in batch:
         piece["target_sources"] = batch["target_sources"][is_here]
-    if "target_weights" in batch:
-        piece["target_weights"] = batch["target_weights"][is_here]
+    piece = with_factors(piece, batch, is_here)
     if "pairs" in batch:
         piece["target_answers"] = batch["target_answers"][is_here] - first
         piece["pairs"] = batch["pairs"][first // 2 : last // 2]
@@ -202,6 +204,23 @@ def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> 
         if "reference_log_probs" in batch:
             piece["reference_log_probs"] = batch["reference_log_probs"][first // 2 : last // 2]
     return piece
+
+
+def with_factors(piece: PackedBatch, of: PackedBatch, is_here: Tensor) -> PackedBatch:
+    """A piece of a packed batch with what its targets have in the loss besides their cross-entropy.
+
+    Args:
+        piece: the piece.
+        of: the packed batch, of n targets.
+        is_here: which of the targets the piece has, ``(n,)``, bool.
+    """
+    factors = PackedBatch()
+    if "target_weights" in of:
+        factors["target_weights"] = of["target_weights"][is_here]
+    if "target_kl_weights" in of:
+        factors["target_kl_weights"] = of["target_kl_weights"][is_here]
+        factors["target_reference"] = of["target_reference"][is_here]
+    return {**piece, **factors}
 
 
 def dummy_batch(device: torch.device) -> PackedBatch:

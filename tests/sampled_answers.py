@@ -20,7 +20,7 @@ from lit_ft.training.policy.rewards import Reward, SampledAnswer
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 SEED = 13
 """Seed with which no draw of these fits is within 2.7e-6 of a tie; splits move cumulative probabilities by 6e-7."""
-MEASURED = ("train/reward", "train/reward_std", "train/signal_share", "train/answer_tokens", "train/cut_share")
+MEASURED = [f"train/{name}" for name in ("reward", "reward_std", "signal_share", "answer_tokens", "cut_share", "kl")]
 
 
 class FewLetters(Reward):
@@ -68,7 +68,8 @@ class RecordRewards(Record):
         count = len(self.steps)
         super().on_train_batch_end(trainer)
         if len(self.steps) > count:
-            self.means.append({name: float(trainer.callback_metrics[name]) for name in MEASURED})
+            measured = trainer.callback_metrics
+            self.means.append({name: float(measured[name]) for name in MEASURED if name in measured})
 
 
 def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: int = 1, strategy: Any = "auto") -> Any:

@@ -28,6 +28,34 @@ def accept_all_inits() -> None:
     LoraConfig.__annotations__["init_lora_weights"] = declared | Literal["lora_ga"] | with_iterations
 
 
+@contextmanager
+def adapters_off(model: PeftModel) -> Iterator[None]:
+    """Context in which a model computes without its adapter.
+
+    PEFT's own, ``disable_adapter``, changes which weights require gradients, and strategies have read that.
+
+    Raises:
+        ValueError: the method has trained weights in modules that cannot be switched off.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name in trained:
+        if not any(name.startswith(f"{part}.") for part in parts):
+            raise ValueError(f"{name} is in no layer that PEFT switches off")
+    was_off = {name: part._disable_adapters for name, part in parts.items()}
+    try:
+        for part in parts.values():
+            part._disable_adapters = True
+        yield
+    finally:
+        for name, part in parts.items():
+            part._disable_adapters = was_off[name]
+
+
 def all_linear_layers(config: PeftConfig, model: PreTrainedModel) -> set[str]:
     """Names of the layers that PEFT reads ``target_modules: all-linear`` as."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers

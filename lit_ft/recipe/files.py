@@ -326,7 +326,7 @@ def _tuning_by_answers(entries: dict[str, yaml.Node]) -> tuple[dict[str, str], s
 _OF_POLICIES = {"num_generations", "reward_funcs"}
 """Options that only policy optimization has."""
 _MEANT_BY_POLICIES = {
-    "beta": "nothing",
+    "beta": "model.kl_weight",
     "loss_type": "model.algorithm",
     **dict.fromkeys(
         ("micro_batch_size", "per_device_train_batch_size"), "data.micro_batch_size times model.answers_per_prompt"

@@ -155,13 +155,13 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "GRPO of ms-swift": (
         "grpo.yaml",
         "model: x\nrlhf_type: grpo\nlearning_rate: 1.0e-6\ntorch_dtype: bfloat16\nbeta: 0.04\ntemperature: 0.9\n",
-        "leave out rlhf_type, temperature, beta; for policy optimization add --config recipes/policy/grpo.yaml (docs/",
+        "leave out rlhf_type, temperature; for policy optimization add --config recipes/policy/grpo.yaml (docs/",
     ),
     "Dr. GRPO of Axolotl": (
         "grpo.yaml",
         "base_model: x\nrl: grpo\ntrl: {num_generations: 4, use_vllm: true, loss_type: dr_grpo, beta: 0.0}\n",
         "Here base_model = model.pretrained, num_generations = model.answers_per_prompt of lit_ft.PolicyLM, loss_type "
-        "= model.algorithm; leave out rl, use_vllm, beta; for policy optimization add --config recipes/policy/grpo.yaml"
+        "= model.algorithm, beta = model.kl_weight; leave out rl, use_vllm; for policy optimization add --config recipes/policy/grpo.yaml"
         " --model.algorithm lit_ft.DrGRPO (docs/policy.md)",
     ),
     "RLOO of ms-swift": (

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_ft.model.attention.packed_attention import local_ranges
-from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss, with_factors
 
 
 class ContextParallel:
@@ -41,18 +41,17 @@ class ContextParallel:
         index_here[indices] = torch.arange(len(indices))
         device = batch["input_ids"].device
         indices, at = indices.to(device), index_here.to(device)[batch["predict_at"]]
+        is_here = at >= 0
         local: PackedBatch = {
             **batch,
             "input_ids": batch["input_ids"][:, indices],
             "position_ids": batch["position_ids"][:, indices],
-            "predict_at": at[at >= 0],
-            "targets": batch["targets"][at >= 0],
-            "is_local": at >= 0,
+            "predict_at": at[is_here],
+            "targets": batch["targets"][is_here],
+            "is_local": is_here,
             "token_group": self.mesh.get_group(),
         }
-        if "target_weights" in batch:
-            local["target_weights"] = batch["target_weights"][at >= 0]
-        return local
+        return with_factors(local, batch, is_here)
 
     def full_loss(self, result: TokenLoss, batch: PackedBatch) -> TokenLoss:
         """Loss of the full packed batch, from that of this rank's tokens (``local_tokens``); a collective."""

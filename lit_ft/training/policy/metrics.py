@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.training.metrics import SourceMeans, StageMetrics, TokenMean
+from lit_ft.training.policy.reference import divergence
 from lit_ft.training.policy.rollouts import Rollouts
 
 OF_ANSWERS = ("reward", "answer_tokens", "cut_share")
@@ -55,12 +56,13 @@ class PolicyMetrics(RewardMetrics):
     """Means over the answers that train, and the mean loss over them.
 
     ``reward_std`` is the mean over prompts of the standard deviation of their answers' rewards, and ``signal_share``
-    the share of prompts of which any answer trains.
+    the share of prompts whose answers differ in their weights. ``kl``, where it has a part in the loss, is the mean
+    divergence from the reference over the tokens of answers, in nats.
     """
 
-    def __init__(self, names: Sequence[str], has_router_loss: bool = False) -> None:
+    def __init__(self, names: Sequence[str], has_router_loss: bool = False, has_kl: bool = False) -> None:
         super().__init__(names, has_router_loss)
-        self.of_groups = TokenMean((len(OF_GROUPS),))
+        self.of_groups, self.kl = TokenMean((len(OF_GROUPS),)), TokenMean() if has_kl else None
         self.has_signal = True
         """Whether any answer trained, before the last ``log``."""
 
@@ -73,9 +75,12 @@ class PolicyMetrics(RewardMetrics):
     def _add_further(
         self, result: TokenLoss, batch: PackedBatch
     ) -> tuple[Tensor, Literal["target_sources", "pair_sources"]]:
+        if self.kl is not None:
+            self.kl.update(divergence(result.per_token, batch).sum(), len(batch["targets"]))
         return result.per_token, "target_sources"
 
     def _further_means(self, loss: Tensor) -> dict[str, Tensor]:
         groups = dict(zip(OF_GROUPS, self.of_groups.compute().unbind(), strict=True))
         self.has_signal = bool(groups["signal_share"])  # NaN without a prompt
-        return {**self._of_answers(), **groups}
+        divergences = {} if self.kl is None else {"kl": self.kl.compute()}
+        return {**self._of_answers(), **groups, **divergences}

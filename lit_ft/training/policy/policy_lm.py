@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from peft import PeftModel
 from torch import Tensor
 
 from lit_ft import process
@@ -23,8 +24,10 @@ from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.metrics import OF_ANSWERS, OF_GROUPS, PolicyMetrics, RewardMetrics
+from lit_ft.training.policy.reference import loss_of_answers, reference_losses
 from lit_ft.training.policy.rewards import OverlongPenalty, Reward, SampledAnswer, rewards_of
 from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, batch_of, of_replicas_leader
+from lit_ft.tuning.spec import TuningSpec
 
 STEPS_WITHOUT_SIGNAL = 10
 """Optimizer steps without any difference between rewards, after which a line says so."""
@@ -52,6 +55,7 @@ class PolicyLM(CausalLM):
         answers_per_prompt: int = 8,
         answers_at_once: int = 128,
         train_on_cut_answers: bool = True,
+        kl_weight: float = 0.0,
         **kwargs: Any,
     ) -> None:
         """Say what is trained and how.
@@ -69,6 +73,8 @@ class PolicyLM(CausalLM):
                 take less time, and more memory for keys and values.
             train_on_cut_answers: whether answers that max_new_tokens cuts are trained on; with false they only count in
                 the rewards that others are compared with.
+            kl_weight: weight of the divergence from the base model in the loss, e.g. 0.04 (GRPO's beta), which holds
+                the model near to it; for a new adapter (peft). 0 leaves it out.
             **kwargs: the other options of ``CausalLM``; max_new_tokens is the length of the longest answer.
         """
         check_types("model", PolicyLM.__init__, {name: value for name, value in locals().items() if name != "kwargs"})
@@ -88,12 +94,13 @@ class PolicyLM(CausalLM):
         self.algorithm = algorithm or GRPO()
         check_algorithm(self.algorithm, answers_per_prompt)
         self.answers_per_prompt, self.answers_at_once = answers_per_prompt, answers_at_once
-        self.train_on_cut_answers = train_on_cut_answers
+        self.train_on_cut_answers, self.kl_weight = train_on_cut_answers, kl_weight
+        _check_kl(kl_weight, self.spec.tuning)
         names = _unlike([reward.name for reward in self.rewards])
-        of_steps = (f"train/{name}" for name in OF_GROUPS)
+        of_steps = (f"train/{name}" for name in (*OF_GROUPS, *(["kl"] if kl_weight else [])))
         of_known = (f"{split}/{name}" for split in ("val", "test") for name in CausalLM.measured)
         self.measured = (*OF_ANSWERS, *(f"rewards/{name}" for name in names), *of_steps, *of_known)
-        self.train_metrics: PolicyMetrics = PolicyMetrics(names, self.spec.router_aux_loss is not None)
+        self.train_metrics: PolicyMetrics = PolicyMetrics(names, self.spec.router_aux_loss is not None, kl_weight > 0)
         self.val_metrics: RewardMetrics = RewardMetrics(names)
         self.test_metrics: RewardMetrics = RewardMetrics(names)
         self._steps_without_signal, self._file = 0, AnswersFile(names)
@@ -149,23 +156,37 @@ class PolicyLM(CausalLM):
                 members = given.get("window_members", ())
                 self._of_step = self._sampled_rollouts(asked_of(pack_samples(members)) if members else [], True)
             rollouts = self._of_step.take(asked)
-        weights = self._weights(rollouts)
+        weights, kl_weights = self._weights(rollouts)
         self.train_metrics.add_rollouts(rollouts, given)
         self.train_metrics.add_groups(rollouts, weights)
         self._file.add(self.trainer, rollouts)
-        return batch_of(rollouts, weights, given, self.device)
+        return self._with_reference(batch_of(rollouts, weights, given, self.device, kl_weights))
 
     def _sampled_rollouts(self, asked: Sequence[Asked], is_computed: bool) -> Rollouts:
         sampling = Sampling(temperature=1.0, seed=process.seed())
         return self._rollouts(asked, self.answers_per_prompt, sampling, is_computed)
 
-    def _weights(self, rollouts: Rollouts) -> Tensor:
-        """Factor on the cross-entropy of each token of an answer, ``(P, G)``."""
-        if not rollouts.asked:
-            return rollouts.total
-        weights = self.algorithm.advantages(rollouts.total)
-        weights = weights * self.algorithm.token_weight(rollouts.tokens, self.max_new_tokens)
-        return weights if self.train_on_cut_answers else weights.masked_fill(rollouts.is_cut, 0.0)
+    def _weights(self, rollouts: Rollouts) -> tuple[Tensor, Tensor | None]:
+        """Factors on the cross-entropy, and on the divergence, of each token of an answer, ``(P, G)``."""
+        total = rollouts.total
+        advantages = self.algorithm.advantages(total) if rollouts.asked else total
+        of_token = self.algorithm.token_weight(rollouts.tokens, self.max_new_tokens) if rollouts.asked else total
+        if not self.train_on_cut_answers:
+            of_token = of_token.masked_fill(rollouts.is_cut, 0.0)
+        return advantages * of_token, self.kl_weight * of_token if self.kl_weight else None
+
+    def _with_reference(self, batch: PackedBatch) -> PackedBatch:
+        """A batch of answers with what the reference finds of them, where their divergence has a part in the loss."""
+        if not self.kl_weight:
+            return batch
+        batch["target_reference"] = torch.zeros_like(batch["target_weights"])
+        if batch["segment_lengths"]:
+            assert isinstance(self.model, PeftModel), "others are refused"
+            with self._answering():
+                self.eval()
+                is_new = self.trainer.global_step == 0
+                batch["target_reference"] = reference_losses(self, self.model, batch, is_new)
+        return batch
 
     def on_validation_batch_start(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count the rewards of greedy answers into the means of val."""
@@ -230,6 +251,8 @@ class PolicyLM(CausalLM):
 
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
         """Summed loss of the model's answers, from final hidden states ``(1, T, H)``; cross-entropy of other texts."""
+        if "target_kl_weights" in batch:
+            return self._packed.token_loss(hidden, batch, loss_of_answers(batch))
         if "target_weights" in batch:
             return self._packed.token_loss(hidden, batch, batch["target_weights"])
         return super().token_loss(hidden, batch)
@@ -264,7 +287,8 @@ class PolicyLM(CausalLM):
         """Text on how many answers train it, and by which rewards."""
         weighted = zip(self.reward_weights, self.rewards, strict=True)
         rewards = " + ".join(repr(reward) if factor == 1 else f"{factor:g} {reward!r}" for factor, reward in weighted)
-        return f"{self.answers_per_prompt} answers of its own to each prompt, by {self.algorithm!r} of {rewards}"
+        kl = f", kl_weight={self.kl_weight:g}" if self.kl_weight else ""
+        return f"{self.answers_per_prompt} answers of its own to each prompt, by {self.algorithm!r} of {rewards}{kl}"
 
 
 def _checked(rewards: list[Reward] | None, factors: list[float] | None) -> tuple[list[Reward], list[float]]:
@@ -284,6 +308,27 @@ def _checked(rewards: list[Reward] | None, factors: list[float] | None) -> tuple
     if wrong := [factor for factor in factors or [] if not math.isfinite(factor) or factor == 0]:
         raise RecipeError(f"model.reward_weights: {wrong[0]} must be finite and not 0; leave a reward of no weight out")
     return list(rewards), [1.0] * len(rewards) if factors is None else [float(factor) for factor in factors]
+
+
+def _check_kl(weight: float, tuning: TuningSpec) -> None:
+    """Refuse a divergence from a reference that there is none of.
+
+    Raises:
+        RecipeError: the weight is below 0, or the model has no new adapter, without which it is the base model.
+    """
+    if not 0 <= weight < math.inf:
+        raise RecipeError(f"model.kl_weight={weight} must be 0 or above, and finite")
+    if weight and tuning.given is not None:
+        raise RecipeError(
+            f"model.kl_weight={weight:g} compares the model with itself without its adapter, which is not what "
+            "model.adapter makes of it; merge that adapter (export --merge), and train a new one on the merged model"
+        )
+    if weight and (tuning.peft is None or tuning.peft.is_prompt_learning):
+        method = "all weights train" if tuning.peft is None else f"{type(tuning.peft).__name__} is no part of layers"
+        raise RecipeError(
+            f"model.kl_weight={weight:g} compares the model with itself without its adapter, and {method}; take LoRA "
+            "(model.peft), or set kl_weight to 0"
+        )
 
 
 def _check_penalties(rewards: Sequence[Reward], max_new_tokens: int) -> None:

@@ -95,31 +95,42 @@ class Rollouts(NamedTuple):
         return torch.tensor([one.finish_reason == "length" for one in self.answers]).view_as(self.total)
 
 
-def batch_of(rollouts: Rollouts, weights: Tensor, given: PackedBatch, device: torch.device) -> PackedBatch:
+def batch_of(
+    rollouts: Rollouts,
+    weights: Tensor,
+    given: PackedBatch,
+    device: torch.device,
+    kl_weights: Tensor | None = None,
+) -> PackedBatch:
     """Packed batch that trains on answers, in place of the batch of the data.
 
-    Answers whose weight is 0 have no gradient, and are left out.
+    Answers whose weights are 0 have no gradient, and are left out.
 
     Args:
         rollouts: answers to the prompts of a batch of the data.
         weights: factor on the cross-entropy of each of an answer's tokens, ``(P, G)``, fp32.
         given: the batch of the data.
         device: device of the result.
+        kl_weights: factor on the divergence of each of an answer's tokens, ``(P, G)``, fp32; None has none.
     """
     each = weights.shape[1]
+    both = torch.stack([weights, torch.zeros_like(weights) if kl_weights is None else kl_weights], dim=-1)
     samples: list[tuple[np.ndarray, np.ndarray]] = []
-    factors: list[np.ndarray] = []
-    for number, (answer, weight) in enumerate(zip(rollouts.ids, weights.flatten().tolist(), strict=True)):
-        if weight:
+    factors = [np.zeros((0, 2), np.float32)]
+    for number, (answer, factor) in enumerate(zip(rollouts.ids, both.view(-1, 2).numpy(), strict=True)):
+        if factor.any():
             prompt, ids = rollouts.asked[number // each].prompt, np.array(answer)
             labels = np.concatenate([np.full(len(prompt), IGNORE_INDEX), ids])
             samples.append((np.concatenate([prompt, ids]), labels))
-            factors.append(np.full(len(ids), weight, dtype=np.float32))
+            factors.append(np.repeat(factor[None], len(ids), axis=0))
     if samples:
         batch = move_data_to_device(pack_samples(samples), device)
     else:
         batch = dummy_batch(device) if given["segment_lengths"] else move_data_to_device(empty_batch(), device)
-    batch["target_weights"] = torch.from_numpy(np.concatenate([*factors, np.zeros(0, np.float32)])).to(device)
+    of_targets = torch.from_numpy(np.concatenate(factors)).to(device)
+    batch["target_weights"] = of_targets[:, 0].contiguous()
+    if kl_weights is not None:
+        batch["target_kl_weights"] = of_targets[:, 1].contiguous()
     batch["answers"] = weights.numel()
     if "window_samples" in given:
         batch["window_tokens"] = given["window_samples"] * each

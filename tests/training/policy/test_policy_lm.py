@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from compared_strategies import adamw, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lit_callbacks import LossLedger
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from sampled_answers import LORA, SEED, FewLetters, assert_same_runs, data_of, fit, write_questions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -38,16 +40,26 @@ from lit_ft.training.metrics import metric_names
 from lit_ft.training.policy.algorithms import Algorithm
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
 
+PROMPTS = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_questions(tmp_path_factory.mktemp("questions"))
 
 
-def _plain(folder: str, path: str, lr: float, steps: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Steps of GRPO in full as its paper has it, answer by answer; losses, mean rewards and weights."""
+def _plain(
+    folder: str, path: str, lr: float, steps: int, kl_weight: float = 0.0
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Steps of GRPO as its paper has it, answer by answer: losses, rewards, weights; of LoRA with a KL weight."""
     policy = AutoModelForCausalLM.from_pretrained(folder)
     data, module = data_of(path, shuffle=False), PolicyLM(folder, rewards=[FewLetters()])
+    if kl_weight:
+        os.environ["PL_GLOBAL_SEED"] = str(SEED)
+        begin = PolicyLM(folder, rewards=[FewLetters()], peft=LORA)
+        begin.configure_model()
+        policy = get_peft_model(policy, LORA)
+        policy.load_state_dict({name: w.detach().clone() for name, w in begin.model.state_dict().items()})
     data.load(module.tokenizer)
     samples, losses, means = data.splits["train"], [], []
     for step in range(steps):
@@ -59,7 +71,8 @@ def _plain(folder: str, path: str, lr: float, steps: int) -> tuple[list[float], 
             text = f"{step} %d {prompt} {expected}"
             seeds = [_seed(text % answer) for answer in range(3)]
             drawn = Sampling(temperature=1.0, seed=SEED)
-            answers = generate_answers(policy, policy, module.tokenizer, [prompt] * 3, 3, drawn, seeds)
+            base = policy.get_base_model() if kl_weight else policy
+            answers = generate_answers(policy, base, module.tokenizer, [prompt] * 3, 3, drawn, seeds)
             of = [SampledAnswer("", one.text.strip(), "", 0, None) for one in answers]
             reward = torch.tensor(FewLetters().of(of))
             advantage = (reward - reward.mean()) / (reward.std() + 1e-4)
@@ -67,16 +80,24 @@ def _plain(folder: str, path: str, lr: float, steps: int) -> tuple[list[float], 
             for one, factor in zip(answers, advantage, strict=True):
                 row = torch.tensor([*prompt, *one.ids])[None]
                 logits = policy(row).logits[0, len(prompt) - 1 : -1]
-                terms.append(factor * cross_entropy(logits, torch.tensor(one.ids)))
+                losses_of_tokens = cross_entropy(logits, torch.tensor(one.ids), reduction="none")
+                terms.append(factor * losses_of_tokens.mean())
+                if kl_weight:
+                    with policy.disable_adapter(), torch.no_grad():
+                        of_base = policy(row).logits[0, len(prompt) - 1 : -1]
+                    ratio = -cross_entropy(of_base, torch.tensor(one.ids), reduction="none") + losses_of_tokens
+                    terms[-1] = terms[-1] + kl_weight * (ratio.exp() - ratio - 1).mean()
         loss = torch.stack(terms).mean()
         policy.zero_grad()
         loss.backward()
         with torch.no_grad():
             for parameter in policy.parameters():
-                parameter -= lr * parameter.grad
+                if parameter.requires_grad:
+                    parameter -= lr * parameter.grad
         losses.append(float(loss.detach()))
         means.append(float(torch.cat(rewards).mean()))
-    return losses, means, {f"model.{name}": parameter.detach() for name, parameter in policy.named_parameters()}
+    trained = {f"model.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+    return losses, means, trained
 
 
 def _seed(text: str) -> int:
@@ -90,6 +111,20 @@ def test_steps_are_those_of_plain_transformers(make_trainer: Any, model_folder: 
     assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-3, abs=1e-6)
     assert [one["train/reward"] for one in measured[:-1]] == pytest.approx(means, rel=1e-5)
     assert max(map(abs, losses)) > 1e-4
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
+
+
+def test_the_divergence_is_that_of_plain_peft(make_trainer: Any, model_folder: str, questions: str) -> None:
+    losses, means, weights = _plain(model_folder, questions, lr=0.5, steps=3, kl_weight=2.0)
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
+    how = {"data": {"shuffle": False}, "model": {"kl_weight": 2.0}, "optimizer": optimizer}
+    steps, measured, found = fit(make_trainer, model_folder, questions, {**how, "trainer": {"max_steps": 3}})
+    assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-3, abs=1e-6)
+    assert [one["train/reward"] for one in measured[:-1]] == pytest.approx(means, rel=1e-5)
+    divergences = [one["train/kl"] for one in measured[:-1]]
+    assert divergences[0] == pytest.approx(0, abs=1e-9)
+    assert min(divergences[1:]) > 1e-5
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
 
@@ -274,6 +309,9 @@ def test_padded_batches_of_a_plain_loader(make_trainer: Any, model_folder: str) 
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
         ({"token_weights": DFT()}, "the weights of tokens come from rewards; leave token_weights out"),
         ({"algorithm": "grpo"}, "model.algorithm='grpo'"),
+        ({"kl_weight": -1.0, "peft": LORA}, "kl_weight=-1.0 must be 0 or above, and finite"),
+        ({"kl_weight": 0.1}, "kl_weight=0.1 compares the model with itself without its adapter, and all weights train"),
+        ({"kl_weight": 0.1, "peft": PROMPTS}, "and PromptTuningConfig is no part of layers; take LoRA"),
     ],
 )
 def test_options_that_are_refused(model_folder: str, options: dict[str, Any], message: str) -> None:
@@ -301,6 +339,18 @@ def test_data_that_is_refused(
     with pytest.raises(RecipeError, match=message):
         make_trainer(max_steps=1).fit(module, data_of(questions, **options))
     assert module.model is None
+
+
+def test_an_adapter_that_is_not_neutral_is_no_reference(
+    make_trainer: Any, model_folder: str, questions: str, tmp_path: Path
+) -> None:
+    changed = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=2, peft=changed, kl_weight=0.1)
+    with pytest.raises(RecipeError, match=r"this adapter changes it before it has trained \(by [\d.]+ nats a token\)"):
+        make_trainer(max_steps=1).fit(module, data_of(questions, val_path=None))
+    module.save_adapter(tmp_path)
+    with pytest.raises(RecipeError, match="which is not what model.adapter makes of it; merge that adapter"):
+        PolicyLM(model_folder, rewards=[FewLetters()], adapter=str(tmp_path), kl_weight=0.1)
 
 
 def test_a_loss_ledger_is_refused(make_trainer: Any, model_folder: str, questions: str) -> None:

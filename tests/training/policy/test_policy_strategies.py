@@ -46,7 +46,7 @@ def _fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], name: s
     return fit(make_trainer, folder, path, {**how, "replicas": replicas}, world, strategy)
 
 
-WAYS: dict[str, dict[str, Any]] = {"adapter": {}, "everything": {"model": {"peft": None}}}
+WAYS: dict[str, dict[str, Any]] = {"adapter": {"model": {"kl_weight": 0.5}}, "everything": {"model": {"peft": None}}}
 
 
 @pytest.mark.parametrize(
