@@ -2,8 +2,8 @@
 
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
 mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on pairs of answers by an objective (``DPO``, ``IPO``,
-``SimPO``, ``ORPO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``, ``RLOO``) and rewards
-(``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``), ``ExactMatch`` and
+``SimPO``, ``ORPO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``, ``DAPO``, ``RLOO``)
+and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``), ``ExactMatch`` and
 ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers,
 ``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a
 user can correct. LoRA::
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lit_ft.training.causal_lm import CausalLM
     from lit_ft.training.loss.token_weights import DFT
     from lit_ft.training.optimizers.initial_state import InitialAdamState
-    from lit_ft.training.policy.algorithms import GRPO, RLOO, DrGRPO
+    from lit_ft.training.policy.algorithms import DAPO, GRPO, RLOO, DrGRPO
     from lit_ft.training.policy.policy_lm import PolicyLM
     from lit_ft.training.policy.rewards import ExactAnswer, FinalNumber, Matches, OverlongPenalty, Similarity
     from lit_ft.training.preference.objectives import DPO, IPO, ORPO, SimPO
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 # Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
 __version__ = "0.1.0"
 __all__ = [
+    "DAPO",
     "DFT",
     "DPO",
     "GRPO",
@@ -69,6 +70,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "DAPO": "lit_ft.training.policy.algorithms",
     "DFT": "lit_ft.training.loss.token_weights",
     "DPO": "lit_ft.training.preference.objectives",
     "GRPO": "lit_ft.training.policy.algorithms",

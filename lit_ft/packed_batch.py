@@ -67,14 +67,12 @@ class PackedBatch(TypedDict, total=False):
     """``(n,)``, fp32: factor on each target's divergence from a reference; absent where the loss has no part of it."""
     target_reference: Tensor
     """``(n,)``, fp32: cross-entropy of each target by the reference; present with ``target_kl_weights``."""
-    answers: int
-    """What the loss is a mean over, present with ``target_weights``: answers of the batch, also those that it does not
-    hold because their factor is 0."""
+    terms: int
+    """What the loss is a mean over, present with ``target_weights``: number of answers of the batch, or of their
+    tokens, also of those that it does not hold because their factor is 0."""
     window_tokens: int
     """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
     samples are pairs, the number of its pairs."""
-    window_samples: int
-    """Samples with supervised tokens, or pairs, of this rank in the window."""
     window_members: Sequence[tuple[np.ndarray, np.ndarray]]
     """Ids and labels of all samples of this rank in the window, where a module answers their prompts at once."""
     window_sources: Sequence[int]
@@ -149,8 +147,8 @@ def _targets_of_segments(batch: PackedBatch) -> np.ndarray:
 
 def terms_of_mean(batch: PackedBatch) -> int:
     """Number of what the loss is the mean over: supervised tokens of a packed batch, its pairs, or weighted answers."""
-    if "answers" in batch:
-        return batch["answers"]
+    if "terms" in batch:
+        return batch["terms"]
     return len(batch["pairs"] if "pairs" in batch else batch["targets"])
 
 

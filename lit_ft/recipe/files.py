@@ -29,7 +29,7 @@ _THEIR_CLASSES = {"_component_", "_target_"}
 """What torchtune and Hydra write for ``class_path``."""
 _OBJECTIVES = {"dpo", "ipo", "orpo", "simpo"}
 """Objectives of preference tuning, each with a recipe of its name in ``recipes/preference``."""
-_ALGORITHMS = {"dr_grpo": "lit_ft.DrGRPO", "grpo": "lit_ft.GRPO", "rloo": "lit_ft.RLOO"}
+_ALGORITHMS = {"dapo": "lit_ft.DAPO", "dr_grpo": "lit_ft.DrGRPO", "grpo": "lit_ft.GRPO", "rloo": "lit_ft.RLOO"}
 """Algorithms of policy optimization."""
 _NOT_HERE = {"cpo", "ebft", "gdpo", "gkd", "kto", "ppo", "rm"}
 """What ``stage`` of LLaMA-Factory, ``rl`` of Axolotl and ``rlhf_type`` of ms-swift call training that is not here."""

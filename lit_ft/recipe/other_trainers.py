@@ -631,6 +631,7 @@ CLASSES = {
     "dora": "peft.LoraConfig with use_dora: true",
     "dft": "lit_ft.DFT",
     "dpo": "lit_ft.DPO",
+    "dapo": "lit_ft.DAPO",
     "dr_grpo": "lit_ft.DrGRPO",
     "drgrpo": "lit_ft.DrGRPO",
     "early_stopping": "lightning.pytorch.callbacks.EarlyStopping",

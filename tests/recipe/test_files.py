@@ -161,7 +161,8 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "grpo.yaml",
         "base_model: x\nrl: grpo\ntrl: {num_generations: 4, use_vllm: true, loss_type: dr_grpo, beta: 0.0}\n",
         "Here base_model = model.pretrained, num_generations = model.answers_per_prompt of lit_ft.PolicyLM, loss_type "
-        "= model.algorithm, beta = model.kl_weight; leave out rl, use_vllm; for policy optimization add --config recipes/policy/grpo.yaml"
+        "= model.algorithm, beta = model.kl_weight; leave out rl, use_vllm; for policy optimization add --config "
+        "recipes/policy/grpo.yaml"
         " --model.algorithm lit_ft.DrGRPO (docs/policy.md)",
     ),
     "RLOO of ms-swift": (
@@ -177,9 +178,10 @@ WRONG: dict[str, tuple[str, str, str]] = {
     ),
     "a loss of TRL that is not here": (
         "grpo.yaml",
-        "model_name_or_path: x\nreward_funcs: [a.b]\nper_device_train_batch_size: 4\nloss_type: dapo\n",
+        "model_name_or_path: x\nreward_funcs: [a.b]\nper_device_train_batch_size: 4\nloss_type: cispo\n",
         "per_device_train_batch_size = data.micro_batch_size times model.answers_per_prompt, loss_type = "
-        "model.algorithm; there is no loss_type: dapo here, of policy optimization there are dr_grpo, grpo, rloo "
+        "model.algorithm; there is no loss_type: cispo here, of policy optimization there are dapo, dr_grpo, grpo, "
+        "rloo "
         "(docs/policy.md); take one of these",
     ),
     "an objective's beta in a file of TRL": (
@@ -191,7 +193,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "ppo.yaml",
         "model: x\nrlhf_type: ppo\nreward_model: y\nnum_ppo_epochs: 4\n",
         "leave out rlhf_type, reward_model, num_ppo_epochs; there is no rlhf_type: ppo here, of preference tuning "
-        "there are dpo, ipo, orpo, simpo (docs/preferences.md), of policy optimization there are dr_grpo, grpo, rloo",
+        "there are dpo, ipo, orpo, simpo (docs/preferences.md), of policy optimization there are dapo, dr_grpo, grpo",
     ),
     "a reward model of LLaMA-Factory": (
         "rm.yaml",

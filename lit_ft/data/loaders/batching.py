@@ -122,8 +122,6 @@ class Window(NamedTuple):
     """Supervised tokens on this rank; where samples are pairs, the number of pairs."""
     sources: tuple[int, ...]
     """Sources with supervised tokens on any rank; a pair has some."""
-    samples: int
-    """Samples with supervised tokens on this rank; where they are pairs, the number of pairs."""
     members: MicroBatch
     """Indices of its samples on this rank, where the plan shows them; else none."""
 
@@ -145,11 +143,10 @@ def micro_batches(
     for window in plan.windows(units, samples.lengths, accumulate, fill_last_window):
         mine = window[replica]
         tokens = int(sum(counts[members].sum() for members in mine if members))
-        answered = int(sum(np.count_nonzero(samples.supervised[members]) for members in mine if members))
         everywhere = [i for share in window for members in share for i in members]
         sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
         shown = [i for members in mine for i in members] if plan.shows_window else []
-        facts = Window(tokens, tuple(sources.tolist()), answered, shown)
+        facts = Window(tokens, tuple(sources.tolist()), shown)
         for i, members in enumerate(mine):
             yield members, facts, any(share[i] for share in window)
 
@@ -198,7 +195,7 @@ def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
         batch = empty_batch()
     if samples.has_pairs and not members:
         batch = with_no_pairs(batch)
-    batch["window_tokens"], batch["window_sources"], batch["window_samples"] = window[:3]
+    batch["window_tokens"], batch["window_sources"] = window.tokens, window.sources
     if window.members:
         batch["window_members"] = [samples[i] for i in window.members]
     batch["source_names"] = samples.names

@@ -6,6 +6,7 @@ probabilities, and nothing to clip.
 """
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ EPSILON = 1e-4
 
 class Algorithm(ABC):
     """Advantages of answers over others to the same prompt, and how an answer's length counts."""
+
+    counts_tokens: ClassVar[bool] = False
+    """Whether a step's loss is the mean over the tokens of all its answers; else it is the mean over answers."""
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -71,6 +75,16 @@ class DrGRPO(Algorithm):
     def token_weight(self, tokens: Tensor, max_new_tokens: int) -> Tensor:
         """One over ``max_new_tokens``, whatever the length, ``(P, G)``."""
         return torch.full_like(tokens, 1 / max_new_tokens)
+
+
+class DAPO(GRPO):
+    """GRPO whose loss is the mean over the tokens of all answers (Yu et al. 2025, arXiv:2503.14476, section 3.3)."""
+
+    counts_tokens = True
+
+    def token_weight(self, tokens: Tensor, max_new_tokens: int) -> Tensor:
+        """1, whatever the length, ``(P, G)``."""
+        return torch.ones_like(tokens)
 
 
 class RLOO(Algorithm):

@@ -34,11 +34,11 @@ STEPS_WITHOUT_SIGNAL = 10
 
 
 class PolicyLM(CausalLM):
-    """Fine-tune a causal language model on answers that it gives itself, by rewards of them: GRPO, Dr. GRPO, RLOO.
+    """Fine-tune a causal language model on answers that it gives itself, by rewards of them: GRPO, DAPO, RLOO.
 
     It takes the data of supervised training: a sample's last answer is the one that is known, and all before it is the
     prompt. In each optimizer step the model gives several answers to each prompt, drawn from its own probabilities
-    (temperature 1). The loss is the mean over the answers of the whole optimizer step.
+    (temperature 1). The loss is the mean over the answers, or their tokens, of the whole optimizer step.
 
     Logged: ``train/{loss,reward,rewards/<name>,reward_std,signal_share,answer_tokens,cut_share}``, means over answers
     or prompts of one optimizer step; ``{val,test}/{reward,rewards/<name>,answer_tokens,cut_share}`` of greedy answers,
@@ -66,8 +66,8 @@ class PolicyLM(CausalLM):
                 lit_ft.Similarity, lit_ft.Matches, lit_ft.OverlongPenalty, or your own
                 lit_ft.training.policy.rewards.Reward.
             reward_weights: factor on each of them in their sum; null is 1 for each.
-            algorithm: weights of answers from their rewards, by class_path: lit_ft.GRPO, lit_ft.DrGRPO, lit_ft.RLOO, or
-                your own lit_ft.training.policy.algorithms.Algorithm. null is GRPO.
+            algorithm: weights of answers from their rewards, by class_path: lit_ft.GRPO, lit_ft.DrGRPO, lit_ft.DAPO,
+                lit_ft.RLOO, or your own lit_ft.training.policy.algorithms.Algorithm. null is GRPO.
             answers_per_prompt: number of answers to each prompt in a step, 2 or more.
             answers_at_once: largest number of answers that are generated together, of all micro-batches of a step; more
                 take less time, and more memory for keys and values.
@@ -149,7 +149,7 @@ class PolicyLM(CausalLM):
             return batch
         given = self._packed.as_packed_batch(batch)
         asked = asked_of(given)
-        if "window_samples" not in given:  # a loader that shows no more than this batch
+        if "window_tokens" not in given:  # a loader that shows no more than this batch
             rollouts = self._sampled_rollouts(asked, bool(given["segment_lengths"]))
         else:
             if self._of_step is None or is_at_start_of_step(self.trainer):
@@ -157,10 +157,13 @@ class PolicyLM(CausalLM):
                 self._of_step = self._sampled_rollouts(asked_of(pack_samples(members)) if members else [], True)
             rollouts = self._of_step.take(asked)
         weights, kl_weights = self._weights(rollouts)
+        trained = batch_of(rollouts, weights, given, self.device, self._terms(rollouts), kl_weights)
+        if "window_tokens" in given and self._of_step is not None:
+            trained["window_tokens"] = self._terms(self._of_step)
         self.train_metrics.add_rollouts(rollouts, given)
         self.train_metrics.add_groups(rollouts, weights)
         self._file.add(self.trainer, rollouts)
-        return self._with_reference(batch_of(rollouts, weights, given, self.device, kl_weights))
+        return self._with_reference(trained)
 
     def _sampled_rollouts(self, asked: Sequence[Asked], is_computed: bool) -> Rollouts:
         sampling = Sampling(temperature=1.0, seed=process.seed())
@@ -174,6 +177,13 @@ class PolicyLM(CausalLM):
         if not self.train_on_cut_answers:
             of_token = of_token.masked_fill(rollouts.is_cut, 0.0)
         return advantages * of_token, self.kl_weight * of_token if self.kl_weight else None
+
+    def _terms(self, rollouts: Rollouts) -> int:
+        """What the loss of answers is a mean over: their number, or that of their tokens."""
+        if not self.algorithm.counts_tokens:
+            return rollouts.total.numel()
+        counted = rollouts.tokens if self.train_on_cut_answers else rollouts.tokens.masked_fill(rollouts.is_cut, 0.0)
+        return int(counted.sum())
 
     def _with_reference(self, batch: PackedBatch) -> PackedBatch:
         """A batch of answers with what the reference finds of them, where their divergence has a part in the loss."""

@@ -100,6 +100,7 @@ def batch_of(
     weights: Tensor,
     given: PackedBatch,
     device: torch.device,
+    terms: int,
     kl_weights: Tensor | None = None,
 ) -> PackedBatch:
     """Packed batch that trains on answers, in place of the batch of the data.
@@ -111,6 +112,7 @@ def batch_of(
         weights: factor on the cross-entropy of each of an answer's tokens, ``(P, G)``, fp32.
         given: the batch of the data.
         device: device of the result.
+        terms: what the loss of these rollouts is a mean over, or a part of it.
         kl_weights: factor on the divergence of each of an answer's tokens, ``(P, G)``, fp32; None has none.
     """
     each = weights.shape[1]
@@ -131,9 +133,7 @@ def batch_of(
     batch["target_weights"] = of_targets[:, 0].contiguous()
     if kl_weights is not None:
         batch["target_kl_weights"] = of_targets[:, 1].contiguous()
-    batch["answers"] = weights.numel()
-    if "window_samples" in given:
-        batch["window_tokens"] = given["window_samples"] * each
+    batch["terms"] = terms
     return batch
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_ft import GRPO, RLOO, DrGRPO, RecipeError
+from lit_ft import DAPO, GRPO, RLOO, DrGRPO, RecipeError
 from lit_ft.training.policy.algorithms import Algorithm, check_algorithm
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [3.0, 1.0, 0.0, 0.0]])
@@ -28,6 +28,13 @@ def test_equal_rewards_are_no_signal(algorithm: Algorithm, answers: int) -> None
 def test_dr_grpo() -> None:
     torch.testing.assert_close(DrGRPO().advantages(REWARDS), REWARDS - REWARDS.mean(1, keepdim=True))
     assert DrGRPO().token_weight(TOKENS, 16).unique().tolist() == [1 / 16]
+
+
+def test_dapo() -> None:
+    assert torch.equal(DAPO().advantages(REWARDS), GRPO().advantages(REWARDS))
+    assert DAPO().token_weight(TOKENS, 16).unique().tolist() == [1]
+    assert DAPO().counts_tokens
+    assert not GRPO().counts_tokens
 
 
 def test_rloo() -> None:
@@ -67,7 +74,7 @@ def test_own_algorithms_that_are_refused(algorithm: Algorithm, message: str) -> 
         check_algorithm(algorithm, 3)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO(), GRPO(scale_rewards=False), DrGRPO(), RLOO()])
+@pytest.mark.parametrize("algorithm", [GRPO(), GRPO(scale_rewards=False), DrGRPO(), DAPO(), RLOO()])
 def test_those_of_here_pass(algorithm: Algorithm) -> None:
     check_algorithm(algorithm, 2)
     assert repr(algorithm).startswith(type(algorithm).__name__)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lit_ft import (
+    DAPO,
     DFT,
     GRPO,
     RLOO,
@@ -49,7 +50,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _plain(
-    folder: str, path: str, lr: float, steps: int, kl_weight: float = 0.0
+    folder: str, path: str, lr: float, steps: int, kl_weight: float = 0.0, counts_tokens: bool = False
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Steps of GRPO as its paper has it, answer by answer: losses, rewards, weights; of LoRA with a KL weight."""
     policy = AutoModelForCausalLM.from_pretrained(folder)
@@ -63,7 +64,7 @@ def _plain(
     data.load(module.tokenizer)
     samples, losses, means = data.splits["train"], [], []
     for step in range(steps):
-        terms, rewards = [], []
+        terms, rewards, lengths = [], [], []
         for index in range(4 * step, min(4 * step + 4, len(samples))):
             ids, labels = samples[index]
             first = int((labels != -100).argmax())
@@ -81,13 +82,14 @@ def _plain(
                 row = torch.tensor([*prompt, *one.ids])[None]
                 logits = policy(row).logits[0, len(prompt) - 1 : -1]
                 losses_of_tokens = cross_entropy(logits, torch.tensor(one.ids), reduction="none")
-                terms.append(factor * losses_of_tokens.mean())
+                terms.append(factor * (losses_of_tokens.sum() if counts_tokens else losses_of_tokens.mean()))
+                lengths.append(len(one.ids))
                 if kl_weight:
                     with policy.disable_adapter(), torch.no_grad():
                         of_base = policy(row).logits[0, len(prompt) - 1 : -1]
                     ratio = -cross_entropy(of_base, torch.tensor(one.ids), reduction="none") + losses_of_tokens
                     terms[-1] = terms[-1] + kl_weight * (ratio.exp() - ratio - 1).mean()
-        loss = torch.stack(terms).mean()
+        loss = torch.stack(terms).sum() / (sum(lengths) if counts_tokens else len(lengths))
         policy.zero_grad()
         loss.backward()
         with torch.no_grad():
@@ -104,20 +106,34 @@ def _seed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def test_steps_are_those_of_plain_transformers(make_trainer: Any, model_folder: str, questions: str) -> None:
-    losses, means, weights = _plain(model_folder, questions, lr=0.02, steps=3)
-    how = {"data": {"shuffle": False}, "model": {"peft": None}, "trainer": {"max_steps": 3}}
+@pytest.fixture
+def many_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of all tokens ends an answer, so that answers have unequal lengths."""
+    monkeypatch.setattr(generation, "stop_ids", lambda *_: list(range(0, 320, 3)))
+
+
+@pytest.mark.usefixtures("many_ends")
+@pytest.mark.parametrize("algorithm", [GRPO(), DAPO()])
+def test_steps_are_those_of_plain_transformers(
+    make_trainer: Any, model_folder: str, questions: str, algorithm: Algorithm
+) -> None:
+    counts = algorithm.counts_tokens
+    losses, means, weights = _plain(model_folder, questions, lr=0.02, steps=3, counts_tokens=counts)
+    model = {"peft": None, "algorithm": algorithm}
+    how = {"data": {"shuffle": False}, "model": model, "trainer": {"max_steps": 3}}
     steps, measured, found = fit(make_trainer, model_folder, questions, how)
     assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-3, abs=1e-6)
     assert [one["train/reward"] for one in measured[:-1]] == pytest.approx(means, rel=1e-5)
+    assert 1 < measured[0]["train/answer_tokens"] < 3
     assert max(map(abs, losses)) > 1e-4
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("many_ends")
 def test_the_divergence_is_that_of_plain_peft(make_trainer: Any, model_folder: str, questions: str) -> None:
-    losses, means, weights = _plain(model_folder, questions, lr=0.5, steps=3, kl_weight=2.0)
-    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
+    losses, means, weights = _plain(model_folder, questions, lr=0.2, steps=3, kl_weight=2.0)
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.2)  # noqa: E731
     how = {"data": {"shuffle": False}, "model": {"kl_weight": 2.0}, "optimizer": optimizer}
     steps, measured, found = fit(make_trainer, model_folder, questions, {**how, "trainer": {"max_steps": 3}})
     assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-3, abs=1e-6)
@@ -129,7 +145,7 @@ def test_the_divergence_is_that_of_plain_peft(make_trainer: Any, model_folder: s
         torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO(), DrGRPO(), RLOO()])
+@pytest.mark.parametrize("algorithm", [GRPO(), DrGRPO(), DAPO(), RLOO()])
 def test_rewards_rise(make_trainer: Any, model_folder: str, questions: str, algorithm: Algorithm) -> None:
     trainer = {"accumulate_grad_batches": 1, "max_epochs": 12}
     make = lambda **options: make_trainer(**{**options, **trainer})  # noqa: E731
@@ -140,7 +156,8 @@ def test_rewards_rise(make_trainer: Any, model_folder: str, questions: str, algo
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
 
 
-@pytest.mark.parametrize("algorithm", [GRPO(scale_rewards=False), DrGRPO(), RLOO()])
+@pytest.mark.usefixtures("many_ends")
+@pytest.mark.parametrize("algorithm", [GRPO(scale_rewards=False), DrGRPO(), DAPO(), RLOO()])
 @pytest.mark.parametrize("trains", ["adapter", "everything"])
 def test_numbers_do_not_depend_on_the_split(
     make_trainer: Any, model_folder: str, questions: str, algorithm: Algorithm, trains: str

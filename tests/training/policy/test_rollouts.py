@@ -66,28 +66,36 @@ def test_some_of_the_answers_are_taken_in_their_order() -> None:
 
 def test_batch_of_answers() -> None:
     given = _batch(([1, 2, 9], [2]), ([3, 9], [1]))
-    given["window_samples"] = 3
-    batch = batch_of(_rollouts(), torch.tensor([[0.5, -1.0], [0.0, 0.25]]), given, CPU)
+    batch = batch_of(_rollouts(), torch.tensor([[0.5, -1.0], [0.0, 0.25]]), given, CPU, terms=4)
     assert batch["input_ids"].tolist() == [[1, 2, 4, 5, 1, 2, 6, 3, 8]]
     assert batch["targets"].tolist() == [4, 5, 6, 8]
     assert batch["target_weights"].tolist() == [0.5, 0.5, -1.0, 0.25]
-    assert (terms_of_mean(batch), batch["window_tokens"]) == (4, 6)  # also the answer that is not in it
+    assert terms_of_mean(batch) == 4  # also the answer that is not in it
     parts = split(batch, 4)
     assert [part["target_weights"].tolist() for part in parts] == [[0.5, 0.5], [-1.0], [0.25], []]
     assert [part["targets"].tolist() for part in parts] == [[4, 5], [6], [8], []]
 
 
+def test_batch_of_answers_with_a_divergence() -> None:
+    """It holds all that differ from the reference, also those of no advantage."""
+    given = _batch(([1, 2, 9], [2]), ([3, 9], [1]))
+    kl_weights = torch.tensor([[0.1, 0.1], [0.1, 0.0]])
+    batch = batch_of(_rollouts(), torch.tensor([[0.5, -1.0], [0.0, 0.0]]), given, CPU, 4, kl_weights)
+    assert batch["targets"].tolist() == [4, 5, 6, 7, 7, 7]
+    assert batch["target_weights"].tolist() == [0.5, 0.5, -1.0, 0.0, 0.0, 0.0]
+    torch.testing.assert_close(batch["target_kl_weights"], torch.full((6,), 0.1))
+
+
 def test_a_batch_without_a_signal_computes_next_to_nothing() -> None:
     given = _batch(([1, 2, 9], [2]), ([3, 9], [1]))
-    batch = batch_of(_rollouts(), torch.zeros(2, 2), given, CPU)
+    batch = batch_of(_rollouts(), torch.zeros(2, 2), given, CPU, terms=4)
     assert batch["input_ids"].numel() == 1
     assert (len(batch["targets"]), len(batch["target_weights"]), terms_of_mean(batch)) == (0, 0, 4)
-    assert "window_tokens" not in batch  # a loader that counts none
 
 
 def test_ranks_that_wait_and_batches_that_all_skip() -> None:
     nothing = Rollouts([], [], [], torch.zeros(1, 0, 2), torch.zeros(0, 2))
     for given, tokens in ((dummy_batch(CPU), 1), (empty_batch(), 0)):
-        batch = batch_of(nothing, torch.zeros(0, 2), given, CPU)
+        batch = batch_of(nothing, torch.zeros(0, 2), given, CPU, terms=0)
         assert batch["input_ids"].numel() == tokens
         assert terms_of_mean(batch) == 0
