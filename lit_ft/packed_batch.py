@@ -150,6 +150,13 @@ def terms_of_mean(batch: PackedBatch) -> int:
     return len(batch["pairs"] if "pairs" in batch else batch["targets"])
 
 
+def terms_in_batch(batch: PackedBatch) -> int:
+    """Those of ``terms_of_mean`` whose tokens the batch holds: of weighted answers, not those whose factor is 0."""
+    if "answers" in batch:
+        return len(batch["segment_lengths"]) if len(batch["targets"]) else 0
+    return terms_of_mean(batch)
+
+
 def empty_batch() -> PackedBatch:
     """Empty packed batch, for a micro-batch whose samples were joined to another one of the same optimizer step."""
     nothing = torch.zeros(0, dtype=torch.int64)
