@@ -70,6 +70,8 @@ class PackedBatch(TypedDict, total=False):
     terms: int
     """What the loss is a mean over, present with ``target_weights``: number of answers of the batch, or of their
     tokens, also of those that it does not hold because their factor is 0."""
+    terms_held: int
+    """Those of ``terms`` whose tokens the batch holds."""
     window_tokens: int
     """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
     samples are pairs, the number of its pairs."""
@@ -150,6 +152,11 @@ def terms_of_mean(batch: PackedBatch) -> int:
     if "terms" in batch:
         return batch["terms"]
     return len(batch["pairs"] if "pairs" in batch else batch["targets"])
+
+
+def terms_in_batch(batch: PackedBatch) -> int:
+    """Those of ``terms_of_mean`` whose tokens the batch holds: of weighted answers, not those whose factor is 0."""
+    return batch["terms_held"] if "terms_held" in batch else terms_of_mean(batch)
 
 
 def empty_batch() -> PackedBatch:

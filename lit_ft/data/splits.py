@@ -4,6 +4,7 @@ from collections import UserDict
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
 from transformers import PreTrainedTokenizerBase
@@ -46,6 +47,22 @@ class DataSplits(UserDict[str, Samples]):
         """Tokenized sources by split."""
         self._prompts: dict[str, list[dict[str, str]]] = {}
         self._named, self._val_fraction, self._chat_template = named, val_fraction, chat_template
+
+    def check_prompts(self) -> None:
+        """Refuse samples that are an answer and nothing before it, where the model answers prompts.
+
+        Raises:
+            RecipeError: there is one; the message names its row.
+        """
+        for split, samples in self.items():
+            bare = np.flatnonzero(samples.supervised >= samples.lengths - 1)  # the first token is never a target
+            if len(bare):
+                source = self.prepared[split][samples.source[bare[0]]].source
+                raise RecipeError(
+                    f"{source.path}: row {samples.rows[bare[0]] + 1:,} is supervised from its second token on "
+                    f"({len(bare):,} of {len(samples):,} samples of {split}), and PolicyLM answers prompts: it has no "
+                    "prompt; give conversations or instructions, and leave data.supervise=all out"
+                )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

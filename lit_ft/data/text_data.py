@@ -283,6 +283,8 @@ class TextDataModule(LightningDataModule):
         self.load(tokenizer_of(module), stage)
         if isinstance(module, LimitsLengths):
             module.check_length("the longest sample", self.splits.longest_sample)
+        if isinstance(module, SamplesAnswers):
+            self.splits.check_prompts()
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
             if self.streaming:

@@ -157,7 +157,8 @@ class PolicyLM(CausalLM):
                 self._of_step = self._sampled_rollouts(asked_of(pack_samples(members)) if members else [], True)
             rollouts = self._of_step.take(asked)
         weights, kl_weights = self._weights(rollouts)
-        trained = batch_of(rollouts, weights, given, self.device, self._terms(rollouts), kl_weights)
+        terms = self._terms(rollouts), kl_weights, self.algorithm.counts_tokens
+        trained = batch_of(rollouts, weights, given, self.device, *terms)
         if "window_tokens" in given and self._of_step is not None:
             trained["window_tokens"] = self._terms(self._of_step)
         self.train_metrics.add_rollouts(rollouts, given)

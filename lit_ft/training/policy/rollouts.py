@@ -102,6 +102,7 @@ def batch_of(
     device: torch.device,
     terms: int,
     kl_weights: Tensor | None = None,
+    counts_tokens: bool = False,
 ) -> PackedBatch:
     """Packed batch that trains on answers, in place of the batch of the data.
 
@@ -114,6 +115,7 @@ def batch_of(
         device: device of the result.
         terms: what the loss of these rollouts is a mean over, or a part of it.
         kl_weights: factor on the divergence of each of an answer's tokens, ``(P, G)``, fp32; None has none.
+        counts_tokens: whether terms are tokens of answers, in place of answers.
     """
     each = weights.shape[1]
     both = torch.stack([weights, torch.zeros_like(weights) if kl_weights is None else kl_weights], dim=-1)
@@ -133,7 +135,7 @@ def batch_of(
     batch["target_weights"] = of_targets[:, 0].contiguous()
     if kl_weights is not None:
         batch["target_kl_weights"] = of_targets[:, 1].contiguous()
-    batch["terms"] = terms
+    batch["terms"], batch["terms_held"] = terms, len(batch["targets"]) if counts_tokens else len(samples)
     return batch
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_ft import process
-from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
+from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_in_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_cross_entropy import LossOf
@@ -54,7 +54,7 @@ class TrainingStepsModule(GivenWeightsModule, GuardedStepsModule):
             self.train_metrics.add(result, packed)
             if self.record_losses is not None and "sample_ids" in packed and process.leads_replica(self.trainer):
                 self._record(self.record_losses, result, packed)
-            loss_sum = result.loss_sum + self._packed.take_router_loss(terms_of_mean(packed), self.train_metrics)
+            loss_sum = result.loss_sum + self._packed.take_router_loss(terms_in_batch(packed), self.train_metrics)
             loss = loss_sum * self._window.weight(self.trainer)
         if batch_idx % accumulate == 0 and (term := method_hooks.regularization(self.model)) is not None:
             loss = loss + accumulate * term  # once in an optimizer step, over whose micro-batches Lightning averages

@@ -370,6 +370,21 @@ def test_an_adapter_that_is_not_neutral_is_no_reference(
         PolicyLM(model_folder, rewards=[FewLetters()], adapter=str(tmp_path), kl_weight=0.1)
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_text_among_conversations_is_refused(
+    make_trainer: Any, model_folder: str, questions: str, tmp_path: Path, split: str
+) -> None:
+    """Before anything is trained, wherever it is."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "Nobody asked."}\n' * 2)
+    several = [Source(questions, name="one"), Source(str(texts), name="two")]
+    sources = {"sources": several} if split == "train" else {"path": questions, "val_sources": several}
+    module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=4)
+    with pytest.raises(RecipeError, match=rf"texts.jsonl: row 1 is .* \(2 of \d+ samples of {split}\), and PolicyLM"):
+        make_trainer(max_steps=1).fit(module, TextDataModule(**sources, micro_batch_size=1, shuffle=False))
+    assert module.model is None
+
+
 def test_a_loss_ledger_is_refused(make_trainer: Any, model_folder: str, questions: str) -> None:
     module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=2)
     with pytest.raises(

@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from lit_ft import RecipeError
-from lit_ft.packed_batch import PackedBatch, dummy_batch, empty_batch, pack_samples, split, terms_of_mean
+from lit_ft.packed_batch import (
+    PackedBatch,
+    dummy_batch,
+    empty_batch,
+    pack_samples,
+    split,
+    terms_in_batch,
+    terms_of_mean,
+)
 from lit_ft.training.policy.rewards import SampledAnswer
 from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, batch_of
 
@@ -71,6 +79,7 @@ def test_batch_of_answers() -> None:
     assert batch["targets"].tolist() == [4, 5, 6, 8]
     assert batch["target_weights"].tolist() == [0.5, 0.5, -1.0, 0.25]
     assert terms_of_mean(batch) == 4  # also the answer that is not in it
+    assert terms_in_batch(batch) == 3  # without it: a router's loss is that of these tokens
     parts = split(batch, 4)
     assert [part["target_weights"].tolist() for part in parts] == [[0.5, 0.5], [-1.0], [0.25], []]
     assert [part["targets"].tolist() for part in parts] == [[4, 5], [6], [8], []]
@@ -91,6 +100,7 @@ def test_a_batch_without_a_signal_computes_next_to_nothing() -> None:
     batch = batch_of(_rollouts(), torch.zeros(2, 2), given, CPU, terms=4)
     assert batch["input_ids"].numel() == 1
     assert (len(batch["targets"]), len(batch["target_weights"]), terms_of_mean(batch)) == (0, 0, 4)
+    assert terms_in_batch(batch) == 0
 
 
 def test_ranks_that_wait_and_batches_that_all_skip() -> None:
