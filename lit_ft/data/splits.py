@@ -49,12 +49,18 @@ class DataSplits(UserDict[str, Samples]):
         self._named, self._val_fraction, self._chat_template = named, val_fraction, chat_template
 
     def check_prompts(self) -> None:
-        """Refuse samples that are an answer and nothing before it, where the model answers prompts.
+        """Refuse answers without a prompt, and cut ones, where the model answers prompts and is compared with them.
 
         Raises:
             RecipeError: there is one; the message names its row.
         """
         for split, samples in self.items():
+            if cut := sum(prepared.notes["truncated"] for prepared in self.prepared[split]):
+                raise RecipeError(
+                    f"data.overlong={self.preparation.overlong}: data.max_length={self.preparation.max_length} cuts "
+                    f"{cut:,} of {as_count(len(samples), 'known answer')} of {split}, with which rewards compare; set "
+                    "data.overlong=drop, or data.max_length higher"
+                )
             bare = np.flatnonzero(samples.supervised >= samples.lengths - 1)  # the first token is never a target
             if len(bare):
                 source = self.prepared[split][samples.source[bare[0]]].source

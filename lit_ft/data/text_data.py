@@ -278,6 +278,11 @@ class TextDataModule(LightningDataModule):
             )
         if isinstance(module, SamplesAnswers):
             check_prompts(packing=self.packing, micro_batch_tokens=self.micro_batch_tokens)
+            if self.streaming and self.max_length is not None and self.splits.preparation.overlong == "truncate":
+                raise RecipeError(
+                    "data.overlong=truncate would cut known answers of the stream, with which rewards compare; set "
+                    "data.overlong=drop"
+                )
         if isinstance(module, LimitsLengths):
             module.check_length("data.max_length", self.requested_length)
         self.load(tokenizer_of(module), stage)

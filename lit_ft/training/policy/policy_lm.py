@@ -115,16 +115,29 @@ class PolicyLM(CausalLM):
         check_positions(config, longest, what, f"model.pretrained={self.spec.base.pretrained!r}", fix, virtual)
 
     def setup(self, stage: str) -> None:
-        """Refuse data without prompts.
+        """Try the rewards on known answers of the data, before weights are read.
 
         Raises:
-            RecipeError: its samples have none.
+            RecipeError: samples have no prompt, or a reward fails.
         """
         super().setup(stage)
         data = datamodule_of(self._trainer)
         if stage == "fit" and isinstance(data, GivesFirstBatches):
             for batch in data.first_batches(1):
-                asked_of(batch)
+                known = self._known_answers(asked_of(batch))
+                for reward in self.rewards:
+                    rewards_of(reward, known)
+
+    def _known_answers(self, asked: Sequence[Asked]) -> list[SampledAnswer]:
+        """Answers of the data as the model would give them."""
+        prompts = self.tokenizer.batch_decode([one.prompt for one in asked])
+        texts = self._texts([one.expected for one in asked])
+        parts = zip(prompts, texts, asked, strict=True)
+        return [SampledAnswer(prompt, text, text, len(one.expected), "stop") for prompt, text, one in parts]
+
+    def _texts(self, answers: Sequence[list[int]]) -> list[str]:
+        decoded = self.tokenizer.batch_decode(answers, skip_special_tokens=not has_marks(self.tokenizer))
+        return [text.strip() for text in decoded]
 
     def on_train_start(self) -> None:
         """Refuse a ledger of the losses of samples, of which there are none; begin the file of answers.
@@ -243,11 +256,10 @@ class PolicyLM(CausalLM):
     def _sampled(
         self, asked: Sequence[Asked], texts: Sequence[str], answers: Sequence[GeneratedAnswer]
     ) -> list[SampledAnswer]:
-        ids, keeps_marks = [one.expected for one in asked], has_marks(self.tokenizer)
-        known = self.tokenizer.batch_decode(ids, skip_special_tokens=not keeps_marks)
+        known = self._texts([one.expected for one in asked])
         each = len(answers) // max(len(asked), 1)
         return [
-            SampledAnswer(text, one.text.strip(), known[i // each].strip(), len(one.ids), one.finish_reason)
+            SampledAnswer(text, one.text.strip(), known[i // each], len(one.ids), one.finish_reason)
             for i, (text, one) in enumerate(zip(texts, answers, strict=True))
         ]
 

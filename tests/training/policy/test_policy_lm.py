@@ -28,6 +28,7 @@ from lit_ft import (
     CausalLM,
     DrGRPO,
     ExactAnswer,
+    FinalNumber,
     OverlongPenalty,
     PolicyLM,
     RecipeError,
@@ -358,6 +359,27 @@ def test_data_that_is_refused(
     assert module.model is None
 
 
+def test_known_answers_that_are_cut_are_refused(make_trainer: Any, model_folder: str, questions: str) -> None:
+    module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=4)
+    with pytest.raises(
+        RecipeError, match=r"data.max_length=30 cuts \d+ of \d+ known answers of train, .*data.overlong=drop"
+    ):
+        make_trainer(max_steps=1).fit(module, data_of(questions, max_length=30, val_path=None))
+    streamed = data_of(questions, streaming=True, val_path=None)
+    with pytest.raises(RecipeError, match="data.overlong=truncate would cut known answers of the stream"):
+        make_trainer(max_steps=1).fit(module, streamed)
+    trainer = make_trainer(max_steps=2, limit_train_batches=2)
+    trainer.fit(module, data_of(questions, streaming=True, overlong="drop", val_path=None))
+    assert float(trainer.callback_metrics["train/answer_tokens"]) > 0
+
+
+def test_rewards_are_tried_before_weights_are_read(make_trainer: Any, model_folder: str, questions: str) -> None:
+    module = PolicyLM(model_folder, rewards=[FinalNumber()], max_new_tokens=4)
+    with pytest.raises(RecipeError, match="FinalNumber compares numbers, and the data's answer '.*' has none"):
+        make_trainer(max_steps=1).fit(module, data_of(questions))
+    assert module.model is None
+
+
 def test_an_adapter_that_is_not_neutral_is_no_reference(
     make_trainer: Any, model_folder: str, questions: str, tmp_path: Path
 ) -> None:
@@ -444,7 +466,7 @@ def test_answering_changes_neither_modes_nor_random_states(
 
     module = PolicyLM(model_folder, rewards=[Watched()], max_new_tokens=2, answers_per_prompt=2, optimizer=sgd)
     make_trainer(max_steps=1, callbacks=[Before()]).fit(module, data_of(questions, val_path=None))
-    (state, modes), (after, same) = seen
+    (state, modes), (after, same) = seen[-2:]  # before them, rewards are tried on known answers
     assert torch.equal(state, after)
     assert modes == same
     assert all(modes[1:])
