@@ -62,6 +62,7 @@ def test_a_mixture_says_how_many_of_the_samples_an_epoch_takes(monkeypatch: Any)
     for strategy, wanted in (("first_exhausted", "6 of 23 samples"), ("all_exhausted", "40 samples")):
         plan = BatchPlan(1, mixing=Mixing(strategy, (1.0, 1.0)))
         loader = PackedBatchLoader(join(parts, ["small", "large"]), plan)
-        assert f"an epoch is {wanted}, " in describe_steps(
+        trainer = SimpleNamespace(lightning_module=None, train_dataloader=loader)
+        assert f"an epoch is {wanted}, " in describe_steps(trainer)
             SimpleNamespace(lightning_module=None, train_dataloader=loader)
         )
