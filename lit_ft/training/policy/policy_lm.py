@@ -286,8 +286,8 @@ class PolicyLM(CausalLM):
         if self._steps_without_signal == STEPS_WITHOUT_SIGNAL:
             cut = "" if self.train_on_cut_answers else ", or were cut (model.train_on_cut_answers=false)"
             rank_zero_warn(
-                f"model.rewards: {STEPS_WITHOUT_SIGNAL} optimizer steps have trained nothing: all answers to each "
-                f"prompt had the same reward{cut}. Begin with a model that is right at times (train on known answers "
+                f"model.rewards: in {STEPS_WITHOUT_SIGNAL} optimizer steps rewards have trained nothing: all answers to "
+                f"each prompt had the same one{cut}. Begin with a model that is right at times (train on known answers "
                 "first), take rewards that tell wrong answers apart (lit_ft.Similarity), or raise "
                 "model.answers_per_prompt"
             )

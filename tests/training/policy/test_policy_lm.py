@@ -214,10 +214,10 @@ def test_steps_without_a_signal_train_nothing_and_are_named(
     trainer = make_trainer(max_steps=21, log_every_n_steps=1)
     with pytest.warns(
         UserWarning,
-        match="10 optimizer steps have trained nothing: all answers to each prompt had the same",
+        match="in 10 optimizer steps rewards have trained nothing: all answers to each prompt",
     ) as said:
         trainer.fit(module, data_of(questions))
-    assert sum("10 optimizer steps have" in str(one.message) for one in said) == 1
+    assert sum("in 10 optimizer steps" in str(one.message) for one in said) == 1
     assert all(torch.equal(weight, before[name]) for name, weight in module.named_parameters())
     measured = {name: float(trainer.callback_metrics[f"train/{name}"]) for name in ("loss", "signal_share", "reward")}
     assert measured == {"loss": 0, "signal_share": 0, "reward": 0.5}
