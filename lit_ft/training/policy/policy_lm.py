@@ -1,8 +1,7 @@
 """The LightningModule of policy optimization."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,25 +14,25 @@ from lit_ft.errors import RecipeError, check_counts, check_types
 from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.config.positions import check_positions
-from lit_ft.model.generation import GREEDY, GeneratedAnswer, Sampling, has_marks
+from lit_ft.model.generation import GREEDY, Sampling
 from lit_ft.packed_batch import PackedBatch, TokenLoss, pack_samples
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, GivesFirstBatches
-from lit_ft.training.answering import AnswerOptions
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.metrics import OF_ANSWERS, OF_GROUPS, PolicyMetrics, RewardMetrics
 from lit_ft.training.policy.reference import loss_of_answers, reference_losses
-from lit_ft.training.policy.rewards import OverlongPenalty, Reward, SampledAnswer, rewards_of
-from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, batch_of, of_replicas_leader
+from lit_ft.training.policy.rewarded_answers import RewardedAnswersModule
+from lit_ft.training.policy.rewards import OverlongPenalty, Reward, rewards_of
+from lit_ft.training.policy.rollouts import Rollouts, asked_of, batch_of
 from lit_ft.tuning.spec import TuningSpec
 
 STEPS_WITHOUT_SIGNAL = 10
 """Optimizer steps without any difference between rewards, after which a line says so."""
 
 
-class PolicyLM(CausalLM):
+class PolicyLM(RewardedAnswersModule, CausalLM):
     """Fine-tune a causal language model on answers that it gives itself, by rewards of them: GRPO, DAPO, RLOO.
 
     It takes the data of supervised training: a sample's last answer is the one that is known, and all before it is the
@@ -124,20 +123,9 @@ class PolicyLM(CausalLM):
         data = datamodule_of(self._trainer)
         if stage == "fit" and isinstance(data, GivesFirstBatches):
             for batch in data.first_batches(1):
-                known = self._known_answers(asked_of(batch))
+                known = self.known_answers(asked_of(batch))
                 for reward in self.rewards:
                     rewards_of(reward, known)
-
-    def _known_answers(self, asked: Sequence[Asked]) -> list[SampledAnswer]:
-        """Answers of the data as the model would give them."""
-        prompts = self.tokenizer.batch_decode([one.prompt for one in asked])
-        texts = self._texts([one.expected for one in asked])
-        parts = zip(prompts, texts, asked, strict=True)
-        return [SampledAnswer(prompt, text, text, len(one.expected), "stop") for prompt, text, one in parts]
-
-    def _texts(self, answers: Sequence[list[int]]) -> list[str]:
-        decoded = self.tokenizer.batch_decode(answers, skip_special_tokens=not has_marks(self.tokenizer))
-        return [text.strip() for text in decoded]
 
     def on_train_start(self) -> None:
         """Refuse a ledger of the losses of samples, of which there are none; begin the file of answers.
@@ -161,13 +149,14 @@ class PolicyLM(CausalLM):
         if not self.trainer.training:
             return batch
         given = self._packed.as_packed_batch(batch)
-        asked = asked_of(given)
+        asked, sampling = asked_of(given), Sampling(temperature=1.0, seed=process.seed())
         if "window_tokens" not in given:  # a loader that shows no more than this batch
-            rollouts = self._sampled_rollouts(asked, bool(given["segment_lengths"]))
+            rollouts = self.rollouts(asked, self.answers_per_prompt, sampling, bool(given["segment_lengths"]))
         else:
             if self._of_step is None or is_at_start_of_step(self.trainer):
                 members = given.get("window_members", ())
-                self._of_step = self._sampled_rollouts(asked_of(pack_samples(members)) if members else [], True)
+                of_window = asked_of(pack_samples(members)) if members else []
+                self._of_step = self.rollouts(of_window, self.answers_per_prompt, sampling)
             rollouts = self._of_step.take(asked)
         weights, kl_weights = self._weights(rollouts)
         terms = self._terms(rollouts), kl_weights, self.algorithm.counts_tokens
@@ -178,10 +167,6 @@ class PolicyLM(CausalLM):
         self.train_metrics.add_groups(rollouts, weights)
         self._file.add(self.trainer, rollouts)
         return self._with_reference(trained)
-
-    def _sampled_rollouts(self, asked: Sequence[Asked], is_computed: bool) -> Rollouts:
-        sampling = Sampling(temperature=1.0, seed=process.seed())
-        return self._rollouts(asked, self.answers_per_prompt, sampling, is_computed)
 
     def _weights(self, rollouts: Rollouts) -> tuple[Tensor, Tensor | None]:
         """Factors on the cross-entropy, and on the divergence, of each token of an answer, ``(P, G)``."""
@@ -206,7 +191,7 @@ class PolicyLM(CausalLM):
         batch["target_reference"] = torch.zeros_like(batch["target_weights"])
         if batch["segment_lengths"]:
             assert isinstance(self.model, PeftModel), "others are refused"
-            with self._answering():
+            with self.answering():
                 self.eval()
                 is_new = self.trainer.global_step == 0
                 batch["target_reference"] = reference_losses(self, self.model, batch, is_new)
@@ -224,51 +209,8 @@ class PolicyLM(CausalLM):
 
     def _add_greedy(self, batch: Any, metrics: RewardMetrics) -> None:
         given = self._packed.as_packed_batch(batch)
-        rollouts = self._rollouts(asked_of(given), 1, GREEDY, is_computed=bool(given["segment_lengths"]))
+        rollouts = self.rollouts(asked_of(given), 1, GREEDY, is_computed=bool(given["segment_lengths"]))
         metrics.add_rollouts(rollouts, given)
-
-    def _rollouts(self, asked: Sequence[Asked], each: int, sampling: Sampling, is_computed: bool) -> Rollouts:
-        """Answers to prompts, ``each`` to one; where ranks share weights, a collective unless none computes a batch."""
-        answers: list[GeneratedAnswer] = []
-        prompts = [one.prompt for one in asked for _ in range(each)]
-        texts = [text for text in self.tokenizer.batch_decode([one.prompt for one in asked]) for _ in range(each)]
-        if is_computed:
-            seeds = [one.seed(self.trainer.global_step, answer) for one in asked for answer in range(each)]
-            options = AnswerOptions(sampling, seeds, prompts, self.answers_at_once)
-            with self._answering():
-                answers = self.ended_answers(texts, self.max_new_tokens, options)
-        sampled = self._sampled(asked, texts, answers)
-        rewards = self._rewards(sampled).view(len(self.rewards), len(asked), each)
-        factors = torch.tensor(self.reward_weights).view(-1, 1, 1)
-        return Rollouts(asked, [one.ids for one in answers], sampled, rewards, (factors * rewards).sum(0))
-
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Context of answers by the weights that train, in the run's precision; training modes are restored."""
-        modes = {part: part.training for part in self.modules()}
-        try:
-            with self.trainer.precision_plugin.forward_context():
-                yield
-        finally:
-            for part, training in modes.items():
-                part.training = training
-
-    def _sampled(
-        self, asked: Sequence[Asked], texts: Sequence[str], answers: Sequence[GeneratedAnswer]
-    ) -> list[SampledAnswer]:
-        known = self._texts([one.expected for one in asked])
-        each = len(answers) // max(len(asked), 1)
-        return [
-            SampledAnswer(text, one.text.strip(), known[i // each], len(one.ids), one.finish_reason)
-            for i, (text, one) in enumerate(zip(texts, answers, strict=True))
-        ]
-
-    def _rewards(self, answers: Sequence[SampledAnswer]) -> Tensor:
-        """Rewards of answers, ``(functions, answers)``, fp32, by the rank that leads each replica; a collective."""
-        found = torch.zeros(len(self.rewards), len(answers))
-        if answers and process.leads_replica(self.trainer):
-            found = torch.tensor([rewards_of(reward, answers) for reward in self.rewards])
-        return of_replicas_leader(self.trainer, found)
 
     # --- step ------------------------------------------------------------------------------------
 
@@ -286,9 +228,9 @@ class PolicyLM(CausalLM):
         if self._steps_without_signal == STEPS_WITHOUT_SIGNAL:
             cut = "" if self.train_on_cut_answers else ", or were cut (model.train_on_cut_answers=false)"
             rank_zero_warn(
-                f"model.rewards: in {STEPS_WITHOUT_SIGNAL} optimizer steps rewards have trained nothing: all answers to "
-                f"each prompt had the same one{cut}. Begin with a model that is right at times (train on known answers "
-                "first), take rewards that tell wrong answers apart (lit_ft.Similarity), or raise "
+                f"model.rewards: in {STEPS_WITHOUT_SIGNAL} optimizer steps rewards have trained nothing: all answers "
+                f"to each prompt had the same one{cut}. Begin with a model that is right at times (train on known "
+                "answers first), take rewards that tell wrong answers apart (lit_ft.Similarity), or raise "
                 "model.answers_per_prompt"
             )
 
