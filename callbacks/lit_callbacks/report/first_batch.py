@@ -35,6 +35,8 @@ class FirstBatch(TypedDict):
     supervised: int
     has_labels: bool
     """Whether the batch says which tokens are supervised."""
+    is_weighted: bool
+    """Whether supervised tokens have factors in the loss, below 0 too (``target_weights``): the model's own answers."""
     shown: list[ShownSample]
 
 
@@ -53,6 +55,7 @@ def describe_batch(batch: Mapping[str, Any], step: int, tokenizer: "PreTrainedTo
         "tokens": sum(len(sample.ids) for sample in samples),
         "supervised": sum(sum(sample.supervised) for sample in samples),
         "has_labels": has_labels(batch),
+        "is_weighted": isinstance(batch.get("target_weights"), Tensor),
         "shown": [show_sample(tokenizer, sample, END_TOKENS) for sample in samples[:MOST_SAMPLES]],
     }
 

@@ -30,6 +30,7 @@ CHARTS = (
     ("parts of the reward", "", r"(.*/)?rewards/.+"),
     ("reward by source", "", r"(train|val)/reward/.+"),
     ("answers with a signal, and cut ones", "share", r"(.*/)?(signal|cut)_share"),
+    ("divergence from the base model", "nats", r"(.*/)?kl"),
     ("length of answers", "tokens", r"(.*/)?answer_tokens"),
     ("log-probability of answers", "nats", r"(.*/)?log_prob_(chosen|rejected)"),
     ("learning rate", "", r"(.*/)?(learning_rate|lr([-_].*)?)"),

@@ -197,6 +197,16 @@ def test_the_first_batch_is_shown_with_its_supervised_tokens(page: Path) -> None
     assert '<span class="special">&lt;|im_start|&gt;</span><span>u</span>' in page.read_text()
 
 
+def test_a_first_batch_of_the_models_own_answers_says_so(tmp_path: Path) -> None:
+    batch = {"input_ids": torch.tensor([list(b"abcde")]), "segment_lengths": [5], "predict_at": torch.tensor([2, 3])}
+    batch["target_weights"] = torch.tensor([-0.5, -0.5])
+    write_first_batch(tmp_path, describe_batch(batch, 0, byte_tokenizer()))
+    (tmp_path / "metrics.csv").write_text("step,train/reward\n0,0.2\n1,0.1\n")
+    text = " ".join("".join(parsed(write_report(str(tmp_path))[0]).words).split())
+    assert "The model has written the 2 marked tokens itself." in text
+    assert "learns to write" not in text
+
+
 def test_a_first_batch_of_pairs_names_their_answers(tmp_path: Path) -> None:
     batch = {"input_ids": torch.tensor([[*b"abcd", *b"ab", *b"abe"]]), "segment_lengths": [4, 2, 3, 2]}
     batch["input_ids"] = torch.cat([batch["input_ids"], torch.tensor([list(b"af")])], dim=1)
@@ -372,6 +382,7 @@ def test_metrics_are_sorted_into_charts() -> None:
     names = ["throughput/mfu", "lr-AdamW", "val_loss", "train/loss_step", "train/loss/a", "memory/host_rss_mib", "odd"]
     names += [f"val/loss/{source}" for source in "abc"]
     names += ["val/reward_accuracy", "val/reward_margin", "val/reward_chosen", "val/log_prob_rejected"]
+    names += ["train/reward", "val/reward", "train/kl", "train/rewards/Matches", "val/cut_share", "val/answer_tokens"]
     charts = sort_into_charts({**dict.fromkeys(names, two), "once/loss": two[:1]})
     assert {title: list(curves) for (title, _), curves in charts.items()} == {
         "loss": ["val_loss", "train/loss_step"],
@@ -381,6 +392,11 @@ def test_metrics_are_sorted_into_charts() -> None:
         "reward margin": ["val/reward_margin"],
         "rewards": ["val/reward_chosen"],
         "log-probability of answers": ["val/log_prob_rejected"],
+        "reward": ["train/reward", "val/reward"],
+        "parts of the reward": ["train/rewards/Matches"],
+        "answers with a signal, and cut ones": ["val/cut_share"],
+        "divergence from the base model": ["train/kl"],
+        "length of answers": ["val/answer_tokens"],
         "learning rate": ["lr-AdamW"],
         "MFU": ["throughput/mfu"],
         "memory": ["memory/host_rss_mib"],
