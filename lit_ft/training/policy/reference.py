@@ -65,8 +65,9 @@ def reference_losses(module: LightningModule, model: PeftModel, batch: PackedBat
                 f"model.kl_weight compares the model with itself without its adapter: {error}; set kl_weight to 0, or "
                 "take LoRA"
             ) from error
-        if is_new and len(reference):
-            difference = float((compute() - reference).abs().mean())
+        if is_new:
+            differences = (compute() - reference).abs()  # on all ranks, also those without a target
+            difference = float(differences.mean()) if len(differences) else 0.0
             if not difference <= LARGEST_DIFFERENCE:
                 raise RecipeError(
                     f"model.kl_weight compares the model with itself without its adapter, and this adapter changes it "

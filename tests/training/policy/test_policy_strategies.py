@@ -74,6 +74,19 @@ def test_same_numbers(
         assert_same_runs((steps, means, weights), kept[way], 2e-5)
 
 
+@pytest.mark.parametrize("name", ["fsdp", "zero3"])
+def test_a_rank_without_a_prompt_computes_what_others_wait_for(
+    make_trainer: Any, model_folder: str, questions: str, kept: dict[str, Any], live_ranks: LiveRanks, name: str
+) -> None:
+    """In the first step too, where the reference is compared with the model."""
+    three = str(Path(questions).with_name("val.json"))
+    how = {"model": {"kl_weight": 0.5}, "data": {"micro_batch_size": 1, "val_path": None}}
+    if "three" not in kept:
+        kept["three"] = fit(make_trainer, model_folder, three, how)
+    ranks = live_ranks(2, _fit, make_trainer, model_folder, three, how, name, timeout=60)
+    assert_same_runs((*ranks[0][:2], ranks[0][2]), kept["three"], 2e-5)
+
+
 @pytest.mark.parametrize("name", ["zero3", "cp2 x pp2"])
 def test_a_resumed_run_draws_the_same_answers(
     make_trainer: Any, model_folder: str, questions: str, live_ranks: LiveRanks, tmp_path: Path, name: str
