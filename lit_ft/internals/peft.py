@@ -44,8 +44,9 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
     parts = {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name in trained:
-        if not any(name.startswith(f"{part}.") for part in parts):
-            raise ValueError(f"{name} is in no layer that PEFT switches off")
+        inner = max((part for part in parts if name.startswith(f"{part}.")), key=len, default=None)
+        if inner is None or name.removeprefix(f"{inner}.").startswith("base_layer."):
+            raise ValueError(f"{name} is in no adapter that PEFT switches off")
     was_off = {name: part._disable_adapters for name, part in parts.items()}
     try:
         for part in parts.values():

@@ -359,6 +359,14 @@ def test_data_that_is_refused(
     assert module.model is None
 
 
+def test_weights_of_the_base_that_train_are_no_reference(make_trainer: Any, model_folder: str, questions: str) -> None:
+    """Biases beside LoRA's factors stay where the adapter is switched off."""
+    biases = LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only")
+    module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=2, peft=biases, kl_weight=0.1)
+    with pytest.raises(RecipeError, match=r"q_proj.base_layer.bias is in no adapter that PEFT switches off; set kl"):
+        make_trainer(max_steps=1).fit(module, data_of(questions, val_path=None))
+
+
 def test_known_answers_that_are_cut_are_refused(make_trainer: Any, model_folder: str, questions: str) -> None:
     module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=4)
     with pytest.raises(
