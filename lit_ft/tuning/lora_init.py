@@ -16,8 +16,9 @@ from typing import TypedDict, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import EvaConfig, LoraConfig, LoraGAConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.eva import initialize_lora_eva_weights
 from peft.tuners.lora.loraga import preprocess_loraga
@@ -105,6 +106,19 @@ def _reset_init(config: LoraConfig) -> LoraConfig:
     config.eva_config = config.corda_config = config.lora_ga_config = None
     config.loftq_config = {}
     return config
+
+
+def set_defaults(peft: PeftConfig | None) -> None:
+    """Give a config the default settings of its init; PEFT does so for some, and for none where LoftQ's are set too.
+
+    A recipe always has those, at their defaults.
+    """
+    if init_of(peft) == "eva" and (config := cast(LoraConfig, peft)).eva_config is None:
+        config.eva_config = EvaConfig()
+    if init_of(peft) == "corda" and (config := cast(LoraConfig, peft)).corda_config is None:
+        config.corda_config = CordaConfig()
+    if init_of(peft) == "lora_ga" and (config := cast(LoraConfig, peft)).lora_ga_config is None:
+        config.lora_ga_config = LoraGAConfig()
 
 
 def check_init(peft: PeftConfig, is_quantized: bool) -> None:

@@ -46,6 +46,7 @@ class TuningSpec:
         Raises:
             RecipeError: both a config and an adapter are given, or the folder holds no adapter.
         """
+        lora_init.set_defaults(peft)
         if adapter is None:
             return cls(peft, adapter_dtype, trainable)
         if peft is not None:
