@@ -1,13 +1,21 @@
 """Comparison of fits under a strategy with a fit in one process."""
 
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from lit_callbacks.distributed.gather import full_weights
 from safetensors.torch import load_file
 from shared_fixtures import record_difference
+
+from lit_ft import TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 
 class Record(Callback):
@@ -51,3 +59,55 @@ def assert_same(steps: Any, found: Any, wanted: Any, weights: Any, tolerance: fl
         [(got[0], want[0]) for got, want in zip(steps, wanted, strict=True)],
         [(found[name], weight) for name, weight in weights.items()],
     )
+
+
+def _parallel(**options: Any) -> ModelParallelStrategy:
+    return ModelParallelStrategy(timeout=timedelta(seconds=60), **options)
+
+
+def _zero3() -> DeepSpeedStrategy:
+    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return DeepSpeedStrategy(config={"zero_optimization": sharded})
+
+
+STRATEGIES: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "ddp": (partial(str, "ddp"), 2, 2),
+    "fsdp": (FSDPStrategy, 2, 2),
+    "zero3": (_zero3, 2, 2),
+    "tp2": (partial(_parallel, tensor_parallel_size=2), 2, 1),
+    "cp2": (partial(_parallel, context_parallel_size=2), 2, 1),
+    "pp2": (partial(_parallel, pipeline_parallel_size=2), 2, 1),
+    "cp2 x pp2": (partial(_parallel, context_parallel_size=2, pipeline_parallel_size=2), 4, 1),
+}
+"""Each with its number of ranks, and of replicas."""
+
+
+def fit_in_steps_of_4(
+    make_trainer: Any,
+    module: LightningModule,
+    data: TextDataModule,
+    record: Record,
+    how: dict[str, Any],
+    world: int = 1,
+    strategy: Any = "auto",
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Two epochs in optimizer steps of 4 samples; the last validation's means, and the final weights that train.
+
+    ``how`` may have ``replicas`` (else ``world``), ``callbacks``, ``resume`` (a checkpoint) and ``trainer`` (options).
+    """
+    trainer = make_trainer(
+        max_epochs=2,
+        devices=world,
+        strategy=strategy() if callable(strategy) else strategy,
+        accumulate_grad_batches=4 // (data.micro_batch_size * how.get("replicas", world)),
+        log_every_n_steps=1,
+        gradient_clip_val=100.0,
+        callbacks=[record, *how.get("callbacks", [])],
+        use_distributed_sampler=False,
+        plugins=[AnyCheckpointIO()],
+        **how.get("trainer", {}),
+    )
+    trainer.fit(module, data, ckpt_path=how.get("resume"))
+    means = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    gather = getattr(trainer.strategy, "full_weights", full_weights)
+    return means, gather(module, lambda _, p: p.requires_grad, keep=True)

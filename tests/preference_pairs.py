@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from compared_strategies import Record, sgd
-from lit_callbacks.distributed.gather import full_weights
+from compared_strategies import Record, fit_in_steps_of_4, sgd
 from peft import LoraConfig
 from shared_fixtures import make_rows
 
 from lit_ft import DPO, PreferenceLM, TextDataModule
-from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 
@@ -42,20 +40,4 @@ def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: i
     module = PreferenceLM(folder, optimizer=how.get("optimizer", sgd), **model)
     record = Record(how.get("save_after"), how.get("save"))
     data = data_of(path, **how.get("data", {}))
-    replicas = how.get("replicas", world)
-    trainer = make_trainer(
-        max_epochs=2,
-        devices=world,
-        strategy=strategy() if callable(strategy) else strategy,
-        accumulate_grad_batches=4 // (data.micro_batch_size * replicas),
-        log_every_n_steps=1,
-        gradient_clip_val=100.0,
-        callbacks=[record, *how.get("callbacks", [])],
-        use_distributed_sampler=False,
-        plugins=[AnyCheckpointIO()],
-        **how.get("trainer", {}),
-    )
-    trainer.fit(module, data, ckpt_path=how.get("resume"))
-    means = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-    gather = getattr(trainer.strategy, "full_weights", full_weights)
-    return record.steps, means, gather(module, lambda _, p: p.requires_grad, keep=True)
+    return record.steps, *fit_in_steps_of_4(make_trainer, module, data, record, how, world, strategy)

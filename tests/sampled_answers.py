@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from compared_strategies import Record
-from lit_callbacks.distributed.gather import full_weights
+from compared_strategies import Record, fit_in_steps_of_4
 from peft import LoraConfig
 from shared_fixtures import make_rows
 
 from lit_ft import GRPO, PolicyLM, TextDataModule
-from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
@@ -78,21 +76,7 @@ def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: i
     model = {"peft": LORA, "algorithm": GRPO(), "answers_per_prompt": 3, "max_new_tokens": 3, **how.get("model", {})}
     module = PolicyLM(folder, rewards=[FewLetters()], optimizer=how.get("optimizer", slow), **model)
     record = RecordRewards(how.get("save_after"), how.get("save"))
-    data = data_of(path, **how.get("data", {}))
-    replicas = how.get("replicas", world)
-    trainer = make_trainer(
-        max_epochs=2,
-        devices=world,
-        strategy=strategy() if callable(strategy) else strategy,
-        accumulate_grad_batches=4 // (data.micro_batch_size * replicas),
-        log_every_n_steps=1,
-        gradient_clip_val=100.0,
-        callbacks=[record, *how.get("callbacks", [])],
-        use_distributed_sampler=False,
-        plugins=[AnyCheckpointIO()],
-        **how.get("trainer", {}),
+    val, weights = fit_in_steps_of_4(
+        make_trainer, module, data_of(path, **how.get("data", {})), record, how, world, strategy
     )
-    trainer.fit(module, data, ckpt_path=how.get("resume"))
-    val = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-    gather = getattr(trainer.strategy, "full_weights", full_weights)
-    return record.steps, [*record.means, val], gather(module, lambda _, p: p.requires_grad, keep=True)
+    return record.steps, [*record.means, val], weights

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_strategies import Record, assert_same, sgd
-from lit_callbacks.distributed.gather import full_weights
+from compared_strategies import Record, assert_same, fit_in_steps_of_4, sgd
 from peft import LoraConfig, LoraGAConfig
 from ranks import LiveRanks
 from torch import Tensor, nn
@@ -58,19 +57,9 @@ def _fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any]) -> Any:
     options = {"micro_batch_size": 2, "max_length": 96, "val_path": path.replace("rows.json", "val.json")}
     data, record, every = TextDataModule(path, **options | how.get("data", {})), Record(None, None), []
     record.on_train_epoch_end = lambda trainer, _: every.append(dict(trainer.callback_metrics))
-    make_trainer(
-        max_epochs=2,
-        devices=world,
-        strategy=strategy() if callable(strategy) else strategy,
-        accumulate_grad_batches=4 // (data.micro_batch_size * replicas),
-        log_every_n_steps=1,
-        gradient_clip_val=100.0,
-        callbacks=[record],
-        use_distributed_sampler=False,
-    ).fit(module, data)
-    gather = getattr(module.trainer.strategy, "full_weights", full_weights)
+    _, weights = fit_in_steps_of_4(make_trainer, module, data, record, {"replicas": replicas}, world, strategy)
     means = {name: float(value) for name, value in every[-1].items()}
-    return record.steps, means, gather(module, lambda _, p: p.requires_grad, keep=True)
+    return record.steps, means, weights
 
 
 def _plain(folder: str, path: str, lr: float) -> tuple[list[float], dict[str, Tensor]]:

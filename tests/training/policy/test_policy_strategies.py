@@ -1,39 +1,15 @@
 """Every strategy draws the same answers and computes the same steps as one process does; also after a resume."""
 
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compared_strategies import STRATEGIES
 from ranks import LiveRanks
 from sampled_answers import assert_same_runs, fit, write_questions
 
-from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("policy")]  # its tests share ranks and fits
-
-
-def _parallel(**options: Any) -> ModelParallelStrategy:
-    return ModelParallelStrategy(timeout=timedelta(seconds=60), **options)
-
-
-def _zero3() -> DeepSpeedStrategy:
-    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    return DeepSpeedStrategy(config={"zero_optimization": sharded})
-
-
-STRATEGIES: dict[str, tuple[Callable[[], Any], int, int]] = {
-    "ddp": (partial(str, "ddp"), 2, 2),
-    "fsdp": (FSDPStrategy, 2, 2),
-    "zero3": (_zero3, 2, 2),
-    "tp2": (partial(_parallel, tensor_parallel_size=2), 2, 1),
-    "cp2": (partial(_parallel, context_parallel_size=2), 2, 1),
-    "pp2": (partial(_parallel, pipeline_parallel_size=2), 2, 1),
-    "cp2 x pp2": (partial(_parallel, context_parallel_size=2, pipeline_parallel_size=2), 4, 1),
-}
-"""Each with its number of ranks, and of replicas."""
 
 
 @pytest.fixture(scope="module")
