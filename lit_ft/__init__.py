@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from lit_ft.training.answer_scores.exact_match import ExactMatch
     from lit_ft.training.answer_scores.rouge_and_bleu import AnswerScores
     from lit_ft.training.causal_lm import CausalLM
+    from lit_ft.training.distillation.distillation_lm import DistillationLM
+    from lit_ft.training.distillation.divergences import ForwardKL, JensenShannon, ReverseKL
+    from lit_ft.training.distillation.on_policy import OnPolicyDistillationLM
     from lit_ft.training.loss.token_weights import DFT
     from lit_ft.training.optimizers.initial_state import InitialAdamState
     from lit_ft.training.policy.algorithms import DAPO, GRPO, RLOO, DrGRPO
@@ -53,16 +56,21 @@ __all__ = [
     "RLOO",
     "AnswerScores",
     "CausalLM",
+    "DistillationLM",
     "DrGRPO",
     "ExactAnswer",
     "ExactMatch",
     "FinalNumber",
+    "ForwardKL",
     "InitialAdamState",
+    "JensenShannon",
     "Matches",
+    "OnPolicyDistillationLM",
     "OverlongPenalty",
     "PolicyLM",
     "PreferenceLM",
     "RecipeError",
+    "ReverseKL",
     "SimPO",
     "Similarity",
     "Source",
@@ -79,16 +87,21 @@ _HOME = {
     "RLOO": "lit_ft.training.policy.algorithms",
     "AnswerScores": "lit_ft.training.answer_scores.rouge_and_bleu",
     "CausalLM": "lit_ft.training.causal_lm",
+    "DistillationLM": "lit_ft.training.distillation.distillation_lm",
     "DrGRPO": "lit_ft.training.policy.algorithms",
     "ExactAnswer": "lit_ft.training.policy.rewards",
     "ExactMatch": "lit_ft.training.answer_scores.exact_match",
     "FinalNumber": "lit_ft.training.policy.rewards",
+    "ForwardKL": "lit_ft.training.distillation.divergences",
     "InitialAdamState": "lit_ft.training.optimizers.initial_state",
+    "JensenShannon": "lit_ft.training.distillation.divergences",
     "Matches": "lit_ft.training.policy.rewards",
+    "OnPolicyDistillationLM": "lit_ft.training.distillation.on_policy",
     "OverlongPenalty": "lit_ft.training.policy.rewards",
     "PolicyLM": "lit_ft.training.policy.policy_lm",
     "PreferenceLM": "lit_ft.training.preference.preference_lm",
     "RecipeError": "lit_ft.errors",
+    "ReverseKL": "lit_ft.training.distillation.divergences",
     "SimPO": "lit_ft.training.preference.objectives",
     "Similarity": "lit_ft.training.policy.rewards",
     "Source": "lit_ft.data.text.sources",

@@ -67,6 +67,11 @@ class PackedBatch(TypedDict, total=False):
     """``(n,)``, fp32: factor on each target's divergence from a reference; absent where the loss has no part of it."""
     target_reference: Tensor
     """``(n,)``, fp32: cross-entropy of each target by the reference; present with ``target_kl_weights``."""
+    target_teacher: Tensor
+    """``(n, H)``: final hidden states of a teacher at the tokens that predict the targets, where it has a part in the
+    loss or is compared with."""
+    teacher_ratio: float
+    """Part of the divergence from the teacher in the loss, from 0 to 1; present with ``target_teacher``."""
     terms: int
     """What the loss is a mean over, present with ``target_weights``: number of answers of the batch, or of their
     tokens, also of those that it does not hold because their factor is 0."""
@@ -225,6 +230,8 @@ def with_factors(piece: PackedBatch, of: PackedBatch, is_here: Tensor) -> Packed
     if "target_kl_weights" in of:
         factors["target_kl_weights"] = of["target_kl_weights"][is_here]
         factors["target_reference"] = of["target_reference"][is_here]
+    if "target_teacher" in of:
+        factors["target_teacher"], factors["teacher_ratio"] = of["target_teacher"][is_here], of["teacher_ratio"]
     return {**piece, **factors}
 
 

@@ -203,6 +203,21 @@ class SamplesAnswers(Protocol):
 
 
 @runtime_checkable
+class LearnsFromTeacher(Protocol):
+    """Module that trains on the probabilities of another model."""
+
+    def check_teacher(self) -> None:
+        """Compare the other model with the one that trains, before weights are read.
+
+        Raises:
+            RecipeError: its config, weight files or tokenizer do not fit.
+        """
+
+    def describe_objective(self) -> str:
+        """Text on which answers train it, and by which teacher."""
+
+
+@runtime_checkable
 class MayStream(Protocol):
     """Data module whose training data may have no length."""
 

@@ -24,7 +24,7 @@ from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.files.fingerprint import check_same_base, check_same_form
 from lit_ft.model.isolation import architectures
 from lit_ft.process import resume_threads
-from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
+from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe, LearnsFromTeacher
 from lit_ft.recipe.callback_checks import (
     LoggedMetrics,
     check_callbacks,
@@ -82,6 +82,8 @@ class FirstChecks:
             strategy.check(self.trainer, model, self.data)
         if isinstance(model, CausalLM):
             skeleton = self._check_model(model)
+            if isinstance(model, LearnsFromTeacher) and self.stage != "predict":
+                model.check_teacher()
             warn_of_options_without_effect(self.options.trainer, skeleton, self.data)
             if self.options.get("merge"):
                 _check_merge(model, skeleton)

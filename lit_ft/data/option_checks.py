@@ -77,8 +77,8 @@ def check_prompts(**counted: int | None) -> None:
     for name, value in counted.items():
         if value is not None:
             raise RecipeError(
-                f"data.{name}={value} counts tokens of the data's own answers, and the model is a PolicyLM, which "
-                "trains on others; leave it out: data.micro_batch_size is the number of prompts of a forward pass"
+                f"data.{name}={value} counts tokens of the data's own answers, and the model trains on answers that it "
+                "gives itself; leave it out: data.micro_batch_size is the number of prompts of a forward pass"
             )
 
 

@@ -58,15 +58,15 @@ class DataSplits(UserDict[str, Samples]):
             if cut := sum(prepared.notes["truncated"] for prepared in self.prepared[split]):
                 raise RecipeError(
                     f"data.overlong={self.preparation.overlong}: data.max_length={self.preparation.max_length} cuts "
-                    f"{cut:,} of {as_count(len(samples), 'known answer')} of {split}, with which rewards compare; set "
-                    "data.overlong=drop, or data.max_length higher"
+                    f"{cut:,} of {as_count(len(samples), 'known answer')} of {split}, whose prompts the model answers; "
+                    "set data.overlong=drop, or data.max_length higher"
                 )
             bare = np.flatnonzero(samples.supervised >= samples.lengths - 1)  # the first token is never a target
             if len(bare):
                 source = self.prepared[split][samples.source[bare[0]]].source
                 raise RecipeError(
                     f"{source.path}: row {samples.rows[bare[0]] + 1:,} is supervised from its second token on "
-                    f"({len(bare):,} of {len(samples):,} samples of {split}), and PolicyLM answers prompts: it has no "
+                    f"({len(bare):,} of {len(samples):,} samples of {split}), and the model answers prompts: it has no "
                     "prompt; give conversations or instructions, and leave data.supervise=all out"
                 )
 

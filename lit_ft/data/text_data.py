@@ -280,8 +280,8 @@ class TextDataModule(LightningDataModule):
             check_prompts(packing=self.packing, micro_batch_tokens=self.micro_batch_tokens)
             if self.streaming and self.max_length is not None and self.splits.preparation.overlong == "truncate":
                 raise RecipeError(
-                    "data.overlong=truncate would cut known answers of the stream, with which rewards compare; set "
-                    "data.overlong=drop"
+                    "data.overlong=truncate would cut known answers of the stream, whose prompts the model "
+                    "answers; set data.overlong=drop"
                 )
         if isinstance(module, LimitsLengths):
             module.check_length("data.max_length", self.requested_length)

@@ -22,7 +22,7 @@ from lit_ft.model.files.text_part import text_class
 from lit_ft.model.generation import end_of_call
 from lit_ft.model.spec import ModelSpec
 from lit_ft.process import datamodule_of
-from lit_ft.protocols import LearnsPreferences, SamplesAnswers
+from lit_ft.protocols import LearnsFromTeacher, LearnsPreferences, SamplesAnswers
 from lit_ft.run.folder import RUNS, RunFolder
 from lit_ft.run.state import finished_step
 from lit_ft.training.causal_lm import CausalLM
@@ -95,6 +95,8 @@ def notes_on_loss(module: CausalLM) -> list[str]:
     """What a model card says of the loss, where it is not the mean cross-entropy of answers."""
     if isinstance(module, LearnsPreferences):
         return [f"Trained on pairs of a better and a worse answer by `{module.objective!r}`."]
+    if isinstance(module, LearnsFromTeacher):
+        return [f"Trained on {module.describe_objective()}."]
     if isinstance(module, SamplesAnswers):
         return [f"Trained on {module.describe_policy()}; the answers of the data are what rewards compare with."]
     if (weights := module.spec.token_weights) is not None:

@@ -35,6 +35,7 @@ from lit_ft.internals.peft import accept_all_inits
 from lit_ft.recipe import allowed_code
 from lit_ft.recipe.parse_errors import explain
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.distillation.divergences import Divergence
 from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.training.policy.algorithms import Algorithm
 from lit_ft.training.policy.rewards import Reward
@@ -49,6 +50,7 @@ KINDS: tuple[type, ...] = (
     Callback,
     CheckpointIO,
     ClusterEnvironment,
+    Divergence,
     LayerSync,
     LightningDataModule,
     LightningModule,

@@ -20,7 +20,7 @@ from lit_ft.data.loaders.batching import PackedBatchLoader
 from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.internals.transformers import attention_implementation
 from lit_ft.process import describe_threads
-from lit_ft.protocols import LearnsPreferences, SamplesAnswers
+from lit_ft.protocols import LearnsFromTeacher, LearnsPreferences, SamplesAnswers
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.next_command import next_command
 from lit_ft.run.progress import StepTimes, describe_metrics
@@ -150,7 +150,9 @@ def describe_model(module: CausalLM) -> str:
     dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     start = "" if base.init == "pretrained" else " (random weights)"
     objective = f" by {module.objective!r}" if isinstance(module, LearnsPreferences) else ""
-    if isinstance(module, SamplesAnswers):
+    if isinstance(module, LearnsFromTeacher):
+        objective = f" on {module.describe_objective()}"
+    elif isinstance(module, SamplesAnswers):
         objective = f" on {module.describe_policy()}"
     if (weights := module.spec.token_weights) is not None:
         objective = f", tokens weighted by {weights!r}"

@@ -23,7 +23,7 @@ from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pad_to_multiple
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.cuda_graphs import DecoderGraphs, check_attention
-from lit_ft.training.loss.token_cross_entropy import LossOf, token_cross_entropy, tokens_per_chunk
+from lit_ft.training.loss.token_cross_entropy import LossOf, LossOfLogits, token_cross_entropy, tokens_per_chunk
 from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.tuning import prompt_learning
@@ -145,11 +145,11 @@ class PackedForward:
         return share
 
     def token_loss(
-        self, hidden: Tensor, batch: PackedBatch, loss_of: LossOf | TokenWeights | Tensor | None = None
+        self, hidden: Tensor, batch: PackedBatch, loss_of: LossOf | LossOfLogits | TokenWeights | Tensor | None = None
     ) -> TokenLoss:
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``.
 
-        ``loss_of`` is a loss of the tokens' cross-entropy in place of its sum, or factors on it.
+        ``loss_of`` is a loss of the tokens' cross-entropy in place of its sum, or factors on it, or takes its place.
         """
         head = self.base.get_output_embeddings()
         return token_cross_entropy(

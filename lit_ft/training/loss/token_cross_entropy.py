@@ -3,10 +3,11 @@
 Legend: n supervised tokens, H hidden size, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,18 @@ _LOGITS_IN_CACHE = 2**20
 LossOf = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]
 """From the cross-entropy of each token, ``(n,)``: a loss, scalar, and if asked for, its derivatives, ``(n,)``."""
 
+FromLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
+"""Loss of each token, number of right predictions and, if it is asked for, the gradient of logits ``(m, V)``."""
+
+
+class LossOfLogits(ABC):
+    """Loss of each token that is not a function of its cross-entropy alone."""
+
+    @abstractmethod
+    def of_chunk(self, chunk: slice) -> FromLogits:
+        """What computes the tokens of a chunk; the gradient may overwrite the logits."""
+
+
 _is_repeatable = ContextVar("_is_repeatable", default=False)
 
 
@@ -54,7 +67,7 @@ def token_cross_entropy(
     chunk_tokens: int,
     head_parameters: Sequence[Tensor] = (),
     is_compiled: bool = False,
-    loss_of: LossOf | TokenWeights | Tensor | None = None,
+    loss_of: LossOf | LossOfLogits | TokenWeights | Tensor | None = None,
 ) -> TokenLoss:
     """Sum of the cross-entropy over supervised tokens, weighted or not, or another loss of them, chunk by chunk.
 
@@ -74,7 +87,8 @@ def token_cross_entropy(
         chunk_tokens: number of supervised tokens whose logits are in memory at once.
         head_parameters: parameters of the head; trainable ones get their gradients through the result.
         is_compiled: whether torch.compile fuses what follows the head on CUDA.
-        loss_of: loss in place of the sum, or weights of the tokens in it, also as a tensor ``(n,)``, fp32.
+        loss_of: loss in place of the sum, or weights of the tokens in it, also as a tensor ``(n,)``, fp32; or what
+            takes the place of the cross-entropy, of which the loss is the sum.
 
     Raises:
         ValueError: ``hidden`` and ``targets`` disagree in length.
@@ -82,17 +96,15 @@ def token_cross_entropy(
     if len(hidden) != len(targets):
         raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets; one each is needed")
     trains = [p for p in head_parameters if p.requires_grad and torch.is_grad_enabled()]
-    from_logits = _compiled() if is_compiled and hidden.is_cuda else _from_logits
+    from_logits: FromLogits | LossOfLogits = _compiled() if is_compiled and hidden.is_cuda else _from_logits
+    if isinstance(loss_of, LossOfLogits):
+        from_logits, loss_of, head = loss_of, None, partial(_whole_logits, head)
     return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, from_logits, loss_of, *trains))
 
 
 def tokens_per_chunk(vocabulary: int, device: str) -> int:
     """Number of supervised tokens whose logits are in memory at once, on a type of device."""
     return max(1, (LOGITS_PER_CHUNK_ON_CUDA if device == "cuda" else LOGITS_PER_CHUNK) // vocabulary)
-
-
-FromLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
-"""Loss of each token, number of right predictions and, if it is asked for, the gradient of logits ``(m, V)``."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -103,7 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         head: Callable[[Tensor], Tensor],
         targets: Tensor,
         chunk_tokens: int,
-        from_logits: FromLogits,
+        from_logits: FromLogits | LossOfLogits,
         loss_of: LossOf | TokenWeights | Tensor | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,7 +152,7 @@ class _Chunks(NamedTuple):
     head: Callable[[Tensor], Tensor]
     targets: Tensor
     chunk_tokens: int
-    from_logits: FromLogits
+    from_logits: FromLogits | LossOfLogits
 
     def compute(
         self, parameters: Sequence[Tensor] | None, weights: Tensor | TokenWeights | None = None
@@ -164,7 +176,9 @@ class _Chunks(NamedTuple):
             part = self.hidden[chunk].detach().requires_grad_(needs_hidden)
             inputs = [part, *trains] if needs_hidden else [*trains]
             weight = weights[chunk] if isinstance(weights, Tensor) else weights
-            losses, right, grads = _chunk_loss(self.head, part, self.targets[chunk], inputs, self.from_logits, weight)
+            of_tokens = self.from_logits
+            of_tokens = of_tokens.of_chunk(chunk) if isinstance(of_tokens, LossOfLogits) else of_tokens
+            losses, right, grads = _chunk_loss(self.head, part, self.targets[chunk], inputs, of_tokens, weight)
             per_token[chunk] = losses
             correct += right
             if of_hidden is not None:
@@ -234,6 +248,14 @@ def _in_one_expression(logits: Tensor, targets: Tensor, has_gradient: bool) -> t
 @cache
 def _compiled() -> FromLogits:
     return torch.compile(_in_one_expression, dynamic=True, fullgraph=True)
+
+
+def _whole_logits(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Logits over the whole vocabulary, where tensor parallelism has sharded it."""
+    logits = head(hidden)
+    if isinstance(logits, DTensor):
+        return logits.full_tensor(grad_placements=[Replicate()] * logits.device_mesh.ndim)
+    return logits
 
 
 def _factors(weights: Tensor | TokenWeights, losses: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class AnswersFile:
     """``sampled_answers.jsonl`` in the run folder: all answers to one prompt of each step that is logged.
 
     A line has the optimizer step that the answer trains in, prompt, answer, expected answer, number of tokens, what
-    ended it, its reward, and the parts of the reward by name. A run without loggers writes none.
+    ended it, and where there are rewards its reward and the parts of it by name. A run without loggers writes none.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -42,13 +42,16 @@ class AnswersFile:
         each = rollouts.total.shape[1]
         rewards, parts = rollouts.total[0].tolist(), rollouts.rewards[:, 0].T.tolist()
         lines = [
-            {"step": step, **one._asdict(), "reward": reward, "rewards": dict(zip(self.names, of_one, strict=True))}
+            {"step": step, **one._asdict(), **self._judged(reward, of_one)}
             for one, reward, of_one in zip(rollouts.answers[:each], rewards, parts, strict=True)
         ]
         self._write(trainer, lambda path: add_lines(path, lines))
 
+    def _judged(self, reward: float, parts: Sequence[float]) -> dict[str, object]:
+        return {"reward": reward, "rewards": dict(zip(self.names, parts, strict=True))} if self.names else {}
+
     def _write(self, trainer: Trainer, write: Callable[[Path], None]) -> None:
         path = Path(trainer.default_root_dir) / NAME
         if not self._is_unwritable:
-            what = f"PolicyLM cannot write answers to {str(path)!r}, and stops writing them; give another --run_dir"
+            what = f"cannot write sampled answers to {str(path)!r}, and stops writing them; give another --run_dir"
             self._is_unwritable = not written(what, lambda: write(path))

@@ -9,13 +9,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import PeftModel
 from torch import Tensor
 
-from lit_ft import process
 from lit_ft.errors import RecipeError, check_counts, check_types
-from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.config.positions import check_positions
-from lit_ft.model.generation import GREEDY, Sampling
-from lit_ft.packed_batch import PackedBatch, TokenLoss, pack_samples
+from lit_ft.model.generation import GREEDY
+from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, GivesFirstBatches
 from lit_ft.training.causal_lm import CausalLM
@@ -103,8 +101,6 @@ class PolicyLM(RewardedAnswersModule, CausalLM):
         self.val_metrics: RewardMetrics = RewardMetrics(names)
         self.test_metrics: RewardMetrics = RewardMetrics(names)
         self._steps_without_signal, self._file = 0, AnswersFile(names)
-        self._of_step: Rollouts | None = None
-        """Answers to all prompts of the step on this rank; None before the first micro-batch of a fit."""
 
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples that leave no positions for an answer; see ``LimitsLengths``."""
@@ -149,20 +145,12 @@ class PolicyLM(RewardedAnswersModule, CausalLM):
         if not self.trainer.training:
             return batch
         given = self._packed.as_packed_batch(batch)
-        asked, sampling = asked_of(given), Sampling(temperature=1.0, seed=process.seed())
-        if "window_tokens" not in given:  # a loader that shows no more than this batch
-            rollouts = self.rollouts(asked, self.answers_per_prompt, sampling, bool(given["segment_lengths"]))
-        else:
-            if self._of_step is None or is_at_start_of_step(self.trainer):
-                members = given.get("window_members", ())
-                of_window = asked_of(pack_samples(members)) if members else []
-                self._of_step = self.rollouts(of_window, self.answers_per_prompt, sampling)
-            rollouts = self._of_step.take(asked)
+        rollouts, of_step = self.rollouts_in_step(given, self.answers_per_prompt)
         weights, kl_weights = self._weights(rollouts)
         terms = self._terms(rollouts), kl_weights, self.algorithm.counts_tokens
         trained = batch_of(rollouts, weights, given, self.device, *terms)
-        if "window_tokens" in given and self._of_step is not None:
-            trained["window_tokens"] = self._terms(self._of_step)
+        if "window_tokens" in given:
+            trained["window_tokens"] = self._terms(of_step)
         self.train_metrics.add_rollouts(rollouts, given)
         self.train_metrics.add_groups(rollouts, weights)
         self._file.add(self.trainer, rollouts)

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from lit_ft import process
+from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.model.generation import GeneratedAnswer, Sampling, has_marks
+from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.training.answering import AnsweringModule, AnswerOptions
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
-from lit_ft.training.policy.rollouts import Asked, Rollouts, of_replicas_leader
+from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, of_replicas_leader
 
 
 class RewardedAnswersModule(AnsweringModule):
@@ -19,6 +21,27 @@ class RewardedAnswersModule(AnsweringModule):
     rewards: list[Reward]
     reward_weights: list[float]
     answers_at_once: int
+    _of_step: Rollouts | None = None
+    """Answers to all prompts of the step on this rank; None before the first micro-batch of a fit."""
+
+    def rollouts_in_step(self, batch: PackedBatch, each: int) -> tuple[Rollouts, Rollouts]:
+        """Drawn answers to the prompts of a batch, and those to all prompts of its optimizer step on this rank.
+
+        All answers of a step are generated at its first micro-batch.
+
+        Args:
+            batch: packed batch of the data, in training.
+            each: number of answers to each prompt.
+        """
+        asked, sampling = asked_of(batch), Sampling(temperature=1.0, seed=process.seed())
+        if "window_tokens" not in batch:  # a loader that shows no more than this batch
+            alone = self.rollouts(asked, each, sampling, bool(batch["segment_lengths"]))
+            return alone, alone
+        if self._of_step is None or is_at_start_of_step(self.trainer):
+            members = batch.get("window_members", ())
+            of_window = asked_of(pack_samples(members)) if members else []
+            self._of_step = self.rollouts(of_window, each, sampling)
+        return self._of_step.take(asked), self._of_step
 
     def rollouts(self, asked: Sequence[Asked], each: int, sampling: Sampling, is_computed: bool = True) -> Rollouts:
         """Answers to prompts, and their rewards; where ranks share weights, a collective.
@@ -66,6 +89,8 @@ class RewardedAnswersModule(AnsweringModule):
     def _rewards(self, answers: Sequence[SampledAnswer]) -> Tensor:
         """Rewards of answers, ``(functions, answers)``, fp32, by the rank that leads each replica; a collective."""
         found = torch.zeros(len(self.rewards), len(answers))
+        if not self.rewards:
+            return found
         if answers and process.leads_replica(self.trainer):
             found = torch.tensor([rewards_of(reward, answers) for reward in self.rewards])
         return of_replicas_leader(self.trainer, found)

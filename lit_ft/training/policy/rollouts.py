@@ -55,8 +55,8 @@ def asked_of(batch: PackedBatch) -> list[Asked]:
             begins, ends = int(run[0]), int(run[-1]) + 1
             if begins == start + 1:
                 raise RecipeError(
-                    "PolicyLM answers prompts, and a sample of the data is supervised from its second token on: it has "
-                    "no prompt; give conversations or instructions, and leave data.supervise=all out"
+                    "the model answers prompts, and a sample of the data is supervised from its second token on: it "
+                    "has no prompt; give conversations or instructions, and leave data.supervise=all out"
                 )
             found.append(Asked(ids[start:begins], ids[begins:ends], sources[first]))
         start += length
@@ -95,6 +95,26 @@ class Rollouts(NamedTuple):
         return torch.tensor([one.finish_reason == "length" for one in self.answers]).view_as(self.total)
 
 
+def packed_answers(rollouts: Rollouts, numbers: Sequence[int], given: PackedBatch, device: torch.device) -> PackedBatch:
+    """Packed batch of answers after their prompts, whose tokens are supervised.
+
+    Args:
+        rollouts: answers to the prompts of a batch of the data.
+        numbers: which of the ``P * G`` answers.
+        given: the batch of the data. Where it is computed, so is the result, even if it holds no answer.
+        device: device of the result.
+    """
+    each, samples, sources = rollouts.total.shape[1], [], []
+    for number in numbers:
+        asked, ids = rollouts.asked[number // each], np.array(rollouts.ids[number])
+        labels = np.concatenate([np.full(len(asked.prompt), IGNORE_INDEX), ids])
+        samples.append((np.concatenate([asked.prompt, ids]), labels))
+        sources.append(asked.source)
+    if samples:
+        return move_data_to_device(pack_samples(samples, sources), device)
+    return dummy_batch(device) if given["segment_lengths"] else move_data_to_device(empty_batch(), device)
+
+
 def batch_of(
     rollouts: Rollouts,
     weights: Tensor,
@@ -117,25 +137,16 @@ def batch_of(
         kl_weights: factor on the divergence of each of an answer's tokens, ``(P, G)``, fp32; None has none.
         counts_tokens: whether terms are tokens of answers, in place of answers.
     """
-    each = weights.shape[1]
     both = torch.stack([weights, torch.zeros_like(weights) if kl_weights is None else kl_weights], dim=-1)
-    samples: list[tuple[np.ndarray, np.ndarray]] = []
-    factors = [np.zeros((0, 2), np.float32)]
-    for number, (answer, factor) in enumerate(zip(rollouts.ids, both.view(-1, 2).numpy(), strict=True)):
-        if factor.any():
-            prompt, ids = rollouts.asked[number // each].prompt, np.array(answer)
-            labels = np.concatenate([np.full(len(prompt), IGNORE_INDEX), ids])
-            samples.append((np.concatenate([prompt, ids]), labels))
-            factors.append(np.repeat(factor[None], len(ids), axis=0))
-    if samples:
-        batch = move_data_to_device(pack_samples(samples), device)
-    else:
-        batch = dummy_batch(device) if given["segment_lengths"] else move_data_to_device(empty_batch(), device)
-    of_targets = torch.from_numpy(np.concatenate(factors)).to(device)
+    factors = both.view(-1, 2).numpy()
+    held = np.flatnonzero(factors.any(1)).tolist()
+    batch = packed_answers(rollouts, held, given, device)
+    lengths = [len(rollouts.ids[number]) for number in held]
+    of_targets = torch.from_numpy(factors[held].repeat(lengths, axis=0)).to(device)
     batch["target_weights"] = of_targets[:, 0].contiguous()
     if kl_weights is not None:
         batch["target_kl_weights"] = of_targets[:, 1].contiguous()
-    batch["terms"], batch["terms_held"] = terms, len(batch["targets"]) if counts_tokens else len(samples)
+    batch["terms"], batch["terms_held"] = terms, len(batch["targets"]) if counts_tokens else len(held)
     return batch
 
 

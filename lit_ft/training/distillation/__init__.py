@@ -1,0 +1,1 @@
+"""Distillation: a model learns the probabilities of another one."""

@@ -1,0 +1,104 @@
+"""The model whose probabilities another one learns: read once, never trained, in no checkpoint."""
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lit_ft.errors import RecipeError, option_called
+from lit_ft.model import quantization
+from lit_ft.model.config.positions import check_positions
+from lit_ft.model.spec import ModelSpec
+from lit_ft.packed_batch import PackedBatch
+from lit_ft.training.loss.packed_forward import PackedForward
+from lit_ft.training.spec import prepare_for_packed_batches
+
+
+class Teacher:
+    """Frozen causal language model beside the one that trains, whole on each rank."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        """Say which model; weights are read by ``load``.
+
+        Raises:
+            RecipeError: it is to be quantized in a way that does not work.
+        """
+        self.spec = spec
+        if spec.quantization is not None:
+            with option_called("model.quantization", "model.teacher_quantization"):
+                quantization.check_requested(spec.quantization, None)
+        self._forward: PackedForward | None = None
+        self._tokens = 0
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Find what is wrong before weights are read.
+
+        Args:
+            tokenizer: tokenizer of the model that learns.
+
+        Raises:
+            RecipeError: config, weight files or tokenizer do not fit.
+        """
+        with option_called("model.pretrained", "model.teacher"):
+            size = self.spec.skeleton().get_input_embeddings().weight.shape[0]
+            self._tokens = shared_tokens(tokenizer, self.spec.tokenizer, self.spec.pretrained)
+        if size < self._tokens:
+            raise RecipeError(
+                f"model.teacher={self.spec.pretrained!r} has {size:,} embeddings for {self._tokens:,} tokens; name a "
+                "teacher with an embedding for each token"
+            )
+
+    def check_length(self, what: str, length: int | None) -> None:
+        """Refuse samples of more tokens than the teacher has positions."""
+        check_positions(self.spec.config, length, what, f"model.teacher={self.spec.pretrained!r}")
+
+    def load(self, device: torch.device) -> None:
+        """Read the weights, unless they are read."""
+        if self._forward is None:
+            with option_called("model.pretrained", "model.teacher"), torch.random.fork_rng(devices=[]):
+                model = self.spec.build()
+            prepare_for_packed_batches(model)
+            model.requires_grad_(False).eval().to(device)
+            count = sum(p.numel() for p in model.parameters())
+            rank_zero_info(f"teacher: {self.spec.pretrained}, {count:,} parameters, whole on each rank")
+            self._forward = PackedForward(model)
+
+    @torch.no_grad()
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        """Final hidden states that predict a batch's n targets, ``(n, H)``."""
+        assert self._forward is not None, "the teacher is loaded"
+        if not batch["targets"].numel():
+            return torch.zeros(0, self.spec.config.get_text_config().hidden_size, device=batch["targets"].device)
+        with torch.autocast(batch["targets"].device.type, enabled=False):
+            return self._forward.hidden_states(batch)[0].index_select(0, batch["predict_at"])
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the tokens that both models have, ``(n, V)``, from final hidden states ``(n, H)``."""
+        assert self._forward is not None, "the teacher is loaded"
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self._forward.head(hidden)[:, : self._tokens]
+
+
+def shared_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> int:
+    """Number of ids, from 0 on, that the student's tokenizer has tokens for; the teacher's has the same there.
+
+    Args:
+        student: tokenizer of the model that learns.
+        teacher: tokenizer of the one that it learns from.
+        name: the teacher, for the message.
+
+    Raises:
+        RecipeError: a token of the student is another one for the teacher, or none.
+    """
+    own, others = student.get_vocab(), teacher.get_vocab()
+    if differing := [(index, token) for token, index in own.items() if others.get(token) != index]:
+        index, token = min(differing)
+        there = "none there" if token not in others else f"{others[token]} there"
+        raise RecipeError(
+            f"model.teacher={name!r} has another tokenizer: {len(differing):,} of {len(own):,} tokens of the student "
+            f"have another id or none there, e.g. {token!r}: {index} here, {there}. Probabilities are compared "
+            "token by token; take a teacher of the same family, and leave out model.added_tokens that it lacks, or "
+            "train with lit_ft.CausalLM on answers of the teacher, which predict writes"
+        )
+    return max(own.values()) + 1
