@@ -52,6 +52,15 @@ def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | No
         raise RecipeError(
             "model.quantization is set without model.peft; quantized weights cannot be trained, add a method"
         )
+    check_method(quantization)
+
+
+def check_method(quantization: QuantizationConfigMixin) -> None:
+    """Refuse a ``model.quantization`` that no weights can be read with.
+
+    Raises:
+        RecipeError: the message says what is missing.
+    """
     if (method := method_of(quantization)) in _CALIBRATED:
         raise RecipeError(
             f"model.quantization: {method} looks at data while it quantizes; name a checkpoint that was quantized with "

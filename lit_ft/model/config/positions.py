@@ -55,6 +55,7 @@ def check_positions(
     name: str,
     otherwise: str | None = None,
     virtual_tokens: int = 0,
+    is_fixed: bool = False,
 ) -> None:
     """Refuse samples that are longer than the model has positions.
 
@@ -65,6 +66,7 @@ def check_positions(
         name: the model in the recipe, for the message.
         otherwise: what to do without more positions; None is ``data.max_length``.
         virtual_tokens: tokens of a tuning method that come before each sample, and take positions too.
+        is_fixed: whether no option changes the config.
 
     Raises:
         RecipeError: there are too few positions; the message has the option that scales them filled in.
@@ -76,7 +78,7 @@ def check_positions(
     if needed <= limit:
         return
     fix = otherwise or f"set data.max_length={limit - virtual_tokens}"
-    if option := _scaling(stated, rope, needed):
+    if not is_fixed and (option := _scaling(stated, rope, needed)):
         option = option if config.get_text_config() is config else f"{{text_config: {option}}}"
         fix = f"scale them with --model.config_overrides '{option}', or {fix}"
     size = f"{length:,} tokens" + (f" and {virtual_tokens} virtual tokens" if virtual_tokens else "")

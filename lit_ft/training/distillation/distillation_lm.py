@@ -31,6 +31,8 @@ class DistillationLM(CausalLM):
     """
 
     measured: Sequence[str] = ("divergence", "token_accuracy", "val/perplexity", "test/perplexity")
+    measured_of_known = "train/cross_entropy", "train/perplexity"
+    """What is measured besides where the cross-entropy of known answers has a part in the loss."""
 
     def __init__(
         self,
@@ -78,6 +80,8 @@ class DistillationLM(CausalLM):
         name = os.path.expanduser(teacher)
         self.teacher = Teacher(ModelSpec(name, name, dtype=teacher_dtype, quantization=teacher_quantization))
         self._is_teacher_checked = False
+        if kd_ratio < 1:
+            self.measured = (*self.measured, *self.measured_of_known)
         has_router_loss = self.spec.router_aux_loss is not None
         self.train_metrics: DistillationMetrics = DistillationMetrics(has_router_loss)
         self.val_metrics: DistillationMetrics = DistillationMetrics()
@@ -95,7 +99,8 @@ class DistillationLM(CausalLM):
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples of more tokens than one of the models has positions; see ``LimitsLengths``."""
         super().check_length(what, length)
-        self.teacher.check_length(what, length)
+        if self._is_teacher_checked or (self._trainer is not None and not self.trainer.predicting):
+            self.teacher.check_length(what, length)
 
     def setup(self, stage: str) -> None:
         """Check the teacher, unless ``check_teacher`` was called."""

@@ -26,15 +26,21 @@ class OnPolicyMetrics(DistillationMetrics):
     def __init__(self, has_router_loss: bool = False) -> None:
         super().__init__(has_router_loss)
         self.of_answers = TokenMean((len(OF_ANSWERS),))
+        self._has_answers = False
+        """Whether the step trains on answers of the student; the same on all ranks."""
 
     def add_answers(self, rollouts: Rollouts) -> None:
         """Add answers that train."""
         measured = torch.stack([rollouts.tokens.double().sum(), rollouts.is_cut.double().sum()])
         self.of_answers.update(measured.to(self.of_answers.total), rollouts.total.numel())
+        self._has_answers = True
 
     def _further_means(self, loss: Tensor) -> dict[str, Tensor]:
-        of_answers = dict(zip(OF_ANSWERS, self.of_answers.compute().unbind(), strict=True))
-        return {**super()._further_means(loss), **of_answers}
+        means = super()._further_means(loss)
+        if self._has_answers:
+            means |= dict(zip(OF_ANSWERS, self.of_answers.compute().unbind(), strict=True))
+        self._has_answers = False
+        return means
 
 
 class OnPolicyDistillationLM(RewardedAnswersModule, DistillationLM):

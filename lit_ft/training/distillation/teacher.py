@@ -26,7 +26,7 @@ class Teacher:
         self.spec = spec
         if spec.quantization is not None:
             with option_called("model.quantization", "model.teacher_quantization"):
-                quantization.check_requested(spec.quantization, None)
+                quantization.check_method(spec.quantization)
         self._forward: PackedForward | None = None
         self._tokens = 0
 
@@ -40,17 +40,15 @@ class Teacher:
             RecipeError: config, weight files or tokenizer do not fit.
         """
         with option_called("model.pretrained", "model.teacher"):
-            size = self.spec.skeleton().get_input_embeddings().weight.shape[0]
+            self.spec.skeleton()
             self._tokens = shared_tokens(tokenizer, self.spec.tokenizer, self.spec.pretrained)
-        if size < self._tokens:
-            raise RecipeError(
-                f"model.teacher={self.spec.pretrained!r} has {size:,} embeddings for {self._tokens:,} tokens; name a "
-                "teacher with an embedding for each token"
-            )
 
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples of more tokens than the teacher has positions."""
-        check_positions(self.spec.config, length, what, f"model.teacher={self.spec.pretrained!r}")
+        with option_called("model.pretrained", "model.teacher"):
+            config = self.spec.config
+        shorten = "set data.max_length lower"
+        check_positions(config, length, what, f"model.teacher={self.spec.pretrained!r}", shorten, is_fixed=True)
 
     def load(self, device: torch.device) -> None:
         """Read the weights, unless they are read."""
