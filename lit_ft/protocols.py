@@ -213,6 +213,9 @@ class LearnsFromTeacher(Protocol):
             RecipeError: its config, weight files or tokenizer do not fit.
         """
 
+    def teacher_bytes(self) -> int:
+        """Bytes of the other model's weights, which each rank holds beside its own; as if they were not quantized."""
+
     def describe_objective(self) -> str:
         """Text on which answers train it, and by which teacher."""
 

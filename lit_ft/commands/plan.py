@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from lit_ft.planning.memory import Memory, layer_inputs, memory_of, replicated_m
 from lit_ft.planning.pipeline_timeline import idle_fraction, timeline
 from lit_ft.planning.report import MIB, RankContents, aligned, by_stage, format_layout, rank_contents
 from lit_ft.planning.timeline_plot import draw
-from lit_ft.protocols import ChecksRecipe, micro_batch_size
+from lit_ft.protocols import ChecksRecipe, LearnsFromTeacher, micro_batch_size
 from lit_ft.recipe.option_parser import OptionParser, positive
 from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -131,6 +132,10 @@ class PlanCLI(RecipeCLI):
                 f"PEFT adds LoRA to the weights of experts in each forward pass: {added / MIB:,.1f} MiB in all layers "
                 "(with gradient_checkpointing in one at a time)"
             )
+        if isinstance(self.model, LearnsFromTeacher):
+            of_teacher = self.model.teacher_bytes()
+            print(f"the teacher is whole on each rank, {of_teacher / MIB:,.1f} MiB of weights more")
+            memory = [replace(of_rank, weights=of_rank.weights + of_teacher) for of_rank in memory]
         if self.picture is not None:
             self._draw(strategy)
         self._compare(memory)

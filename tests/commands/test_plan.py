@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch import Trainer
 from peft import LoraConfig
 from ranks import LiveRanks
+from shared_fixtures import tiny_qwen2
 from torch import nn
 
 from benchmarks.parallel.parallel_bytes import measure, save_config
@@ -22,6 +23,7 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas, timeline_plot
 from lit_ft.planning.memory import Memory, memory_of, optimizer_bytes
 from lit_ft.planning.pipeline_timeline import Work, idle_fraction, most_in_flight, order, timeline
+from lit_ft.planning.report import MIB
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.parallel.pipeline_parallel import SCHEDULES, stages_per_rank
 
@@ -224,6 +226,20 @@ def test_a_batch_of_answers(recipe: str, capsys: pytest.CaptureFixture[str], str
     assert plan("--config", recipe, *policy, "--model.answers_per_prompt", "3", *strategy) == 0
     tokens = data["micro_batch_size"] * 3 * (data["max_length"] + 36)
     assert f" {tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_a_teacher_is_on_each_rank(recipe: str, model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    of_teacher = 4 * sum(p.numel() for p in tiny_qwen2()[0].parameters()) / MIB
+    alone = ["--config", recipe, "--trainer.strategy", "auto", "--devices", "1", "--num_nodes", "1"]
+    assert plan(*alone) == 0
+    needed = float(capsys.readouterr().out.splitlines()[4].split()[-1])
+    memory = ["--memory_gib", str((needed + of_teacher / 2) / 1024)]
+    assert plan(*alone, *memory) == 0
+    capsys.readouterr()
+    plan(*alone, *memory, "--model", "lit_ft.DistillationLM", "--model.teacher", model_folder)
+    *_, said, result = capsys.readouterr().out.splitlines()
+    assert said == f"the teacher is whole on each rank, {of_teacher:,.1f} MiB of weights more"
+    assert result.startswith("does not fit")
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """Every shipped recipe is parsed; those that can run here, run."""
 
 import csv
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -257,6 +258,25 @@ def test_grpo_after_supervised_training(tmp_path: Path) -> None:
     assert re.search(r"step 3 of 3: val/loss [\d.]+, val/reward 0\.[1-9]", done.stderr)  # not 0, as of the base
     assert len((run / "sampled_answers.jsonl").read_text("utf-8").splitlines()) == 8
     assert "Trained on 8 answers of its own" in (run / "adapter" / "README.md").read_text("utf-8")
+
+
+def test_a_smaller_model_learns_from_the_embedded_one(tmp_path: Path) -> None:
+    quick = ("fit", "--config", "recipes/quickstart.yaml", "--trainer.callbacks", "[]", "--merge", "false")
+    taught = ("--model.teacher", "checkpoints/tiny-qwen2", "--trainer.val_check_interval", "3", "--trainer.max_steps")
+    two = "{num_hidden_layers: 2, layer_types: [full_attention, full_attention]}"
+    student = ("--model.peft", "null", "--model.config_overrides", two, "--run_dir", str(tmp_path / "kd"))
+    done = run_forked(*quick, "--config", "recipes/distillation/kd.yaml", *taught, "3", *student, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    objective = r"on the answers of the data by ForwardKL\(temperature=1\) from checkpoints/tiny-qwen2, 0.5 of the loss"
+    assert re.search(f"training all weights of .* {objective}", done.stderr)
+    assert re.search(r"step 3 of 3: val/loss [\d.]+, .*val/divergence [\d.]+", done.stderr)
+    run = ("--run_dir", str(tmp_path / "run"), "--trainer.limit_val_batches", "1", "--optimizer.lr", "3e-3")
+    done = run_forked(*quick, "--config", "recipes/distillation/on_policy.yaml", *taught, "6", *run, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    objective = "1 answer of its own to each prompt by ReverseKL(temperature=1) from checkpoints/tiny-qwen2"
+    assert f"Trained on {objective}." in (tmp_path / "run" / "adapter" / "README.md").read_text("utf-8")
+    first = (tmp_path / "run" / "sampled_answers.jsonl").read_text("utf-8").splitlines()[0]
+    assert json.loads(first)["step"] == 1
 
 
 @pytest.mark.parametrize("recipe", ["qwen", "full", "qwen_dpo", "qwen_grpo"])

@@ -28,6 +28,7 @@ CHARTS = (
     ("rewards", "", r"(.*/)?reward_(chosen|rejected)"),
     ("reward", "", r"(train|val)/reward"),
     ("parts of the reward", "", r"(.*/)?rewards/.+"),
+    ("divergence from the teacher", "nats", r"(train|val)/divergence"),
     ("reward by source", "", r"(train|val)/reward/.+"),
     ("answers with a signal, and cut ones", "share", r"(.*/)?(signal|cut)_share"),
     ("divergence from the base model", "nats", r"(.*/)?kl"),

@@ -383,6 +383,7 @@ def test_metrics_are_sorted_into_charts() -> None:
     names += [f"val/loss/{source}" for source in "abc"]
     names += ["val/reward_accuracy", "val/reward_margin", "val/reward_chosen", "val/log_prob_rejected"]
     names += ["train/reward", "val/reward", "train/kl", "train/rewards/Matches", "val/cut_share", "val/answer_tokens"]
+    names += ["train/divergence", "val/divergence"]
     charts = sort_into_charts({**dict.fromkeys(names, two), "once/loss": two[:1]})
     assert {title: list(curves) for (title, _), curves in charts.items()} == {
         "loss": ["val_loss", "train/loss_step"],
@@ -396,6 +397,7 @@ def test_metrics_are_sorted_into_charts() -> None:
         "parts of the reward": ["train/rewards/Matches"],
         "answers with a signal, and cut ones": ["val/cut_share"],
         "divergence from the base model": ["train/kl"],
+        "divergence from the teacher": ["train/divergence", "val/divergence"],
         "length of answers": ["val/answer_tokens"],
         "learning rate": ["lr-AdamW"],
         "MFU": ["throughput/mfu"],

@@ -96,6 +96,10 @@ class DistillationLM(CausalLM):
         self.teacher.check(self.tokenizer)
         self._is_teacher_checked = True
 
+    def teacher_bytes(self) -> int:
+        """Bytes of the teacher's weights; see ``LearnsFromTeacher``."""
+        return self.teacher.weight_bytes()
+
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples of more tokens than one of the models has positions; see ``LimitsLengths``."""
         super().check_length(what, length)

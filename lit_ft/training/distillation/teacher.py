@@ -43,6 +43,11 @@ class Teacher:
             self.spec.skeleton()
             self._tokens = shared_tokens(tokenizer, self.spec.tokenizer, self.spec.pretrained)
 
+    def weight_bytes(self) -> int:
+        """Bytes of its weights, as if they were not quantized."""
+        with option_called("model.pretrained", "model.teacher"):
+            return sum(weight.numel() * weight.element_size() for weight in self.spec.skeleton().parameters())
+
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples of more tokens than the teacher has positions."""
         with option_called("model.pretrained", "model.teacher"):

@@ -230,7 +230,8 @@ def test_another_teacher_is_named(
     saved = str(tmp_path / "two.ckpt")
     fit(make_trainer, folders, questions, {"save_after": 2, "save": saved})
     with pytest.warns(
-        UserWarning, match=r"was trained on the answers of the data by ForwardKL\(temperature=1\) from .*, and goes on with"
+        UserWarning,
+        match=r"was trained on the answers of the data by ForwardKL\(temperature=1\) from .*, and goes on with",
     ):
         fit(make_trainer, (folders[0], model_folder), questions, {"resume": saved})
 
@@ -298,7 +299,9 @@ def _with_tokenizer(folder: str, to: Path, change: Callable[[Any], None], **size
     return written
 
 
-def test_a_teacher_with_more_tokens(make_trainer: Any, folders: tuple[str, str], questions: str, tmp_path: Path) -> None:
+def test_a_teacher_with_more_tokens(
+    make_trainer: Any, folders: tuple[str, str], questions: str, tmp_path: Path
+) -> None:
     """Which the student's tokenizer lacks, and the divergence leaves out."""
     more = _with_tokenizer(folders[1], tmp_path, lambda one: one.add_tokens(["<one>", "<two>"]))
     plain = fit(make_trainer, folders, questions, {"trainer": {"max_steps": 2}})
@@ -307,7 +310,9 @@ def test_a_teacher_with_more_tokens(make_trainer: Any, folders: tuple[str, str],
 
 def test_another_tokenizer_is_refused(make_trainer: Any, folders: tuple[str, str], tmp_path: Path) -> None:
     grown = DistillationLM(folders[0], teacher=folders[1], added_tokens=["<new>"])
-    with pytest.raises(RecipeError, match=r"model.teacher='.*' has another tokenizer: 1 of \d+ tokens .*'<new>': \d+ here"):
+    with pytest.raises(
+        RecipeError, match=r"model.teacher='.*' has another tokenizer: 1 of \d+ tokens .*'<new>': \d+ here"
+    ):
         grown.check_teacher()
     small = DistillationLM(folders[0], teacher=write_teacher(tmp_path, vocab_size=100))
     with pytest.raises(RecipeError, match=r"the tokenizer of '.*' has \d+ tokens, the model 100 embeddings"):
@@ -356,7 +361,10 @@ def test_samples_that_are_too_long_for_the_teacher(
 ) -> None:
     short = write_teacher(tmp_path, max_position_embeddings=90)
     module = DistillationLM(folders[0], teacher=short)
-    with pytest.raises(RecipeError, match="data.max_length of 96 tokens is beyond the 90 positions of model.teacher=.*; set data.max_length lower"):
+    with pytest.raises(
+        RecipeError,
+        match="data.max_length of 96 tokens is beyond the 90 positions of model.teacher=.*; set data.max_length lower",
+    ):
         make_trainer(max_steps=1).fit(module, data_of(questions))
     own = OnPolicyDistillationLM(folders[0], teacher=folders[1], max_new_tokens=500)
     with pytest.raises(RecipeError, match="data.max_length with an answer"):
@@ -376,7 +384,9 @@ def test_a_ledger_keeps_losses_of_the_data(make_trainer: Any, folders: tuple[str
     module = DistillationLM(folders[0], teacher=folders[1], peft=LoraConfig(r=2), optimizer=steady)
     trainer = make_trainer(max_epochs=1, callbacks=[ledger])
     trainer.fit(module, data_of(questions, val_path=None))
-    assert (Path(trainer.default_root_dir) / "loss_ledger").exists() or list(Path(trainer.default_root_dir).rglob("*ledger*"))
+    assert (Path(trainer.default_root_dir) / "loss_ledger").exists() or list(
+        Path(trainer.default_root_dir).rglob("*ledger*")
+    )
     own = OnPolicyDistillationLM(folders[0], teacher=folders[1], max_new_tokens=2)
     with pytest.raises(RecipeError, match="LossLedger keeps the loss of each sample of the data, and OnPolicy"):
         make_trainer(max_steps=1, callbacks=[LossLedger()]).fit(own, data_of(questions))

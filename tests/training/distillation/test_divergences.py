@@ -67,7 +67,9 @@ class FixedTeacher:
         return hidden
 
 
-@pytest.mark.parametrize("divergence", [ForwardKL(), ReverseKL(temperature=2.0), JensenShannon(beta=0.3, temperature=0.5)])
+@pytest.mark.parametrize(
+    "divergence", [ForwardKL(), ReverseKL(temperature=2.0), JensenShannon(beta=0.3, temperature=0.5)]
+)
 @pytest.mark.parametrize("ratio", [0.25, 1.0])
 @pytest.mark.parametrize("chunk", [3, 100])
 @pytest.mark.parametrize("trains_head", [False, True])
