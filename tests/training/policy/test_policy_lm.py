@@ -1,7 +1,9 @@
 """Policy optimization in one process: against plain transformers, for any split of a step, and after a resume."""
 
+import csv
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import save_model
 from compared_strategies import adamw, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -232,6 +235,26 @@ def test_cut_answers_are_left_out_where_asked(make_trainer: Any, model_folder: s
     assert {step for step, _ in of_cut} == {(0.0, 0.0)}
     assert {one["train/signal_share"] for _, one in of_cut} == {0.0}
     assert min(one["train/reward_std"] for _, one in of_cut) > 0
+
+
+@pytest.mark.usefixtures("many_ends")
+def test_what_nothing_was_measured_of_is_not_logged(make_trainer: Any, tmp_path: Path, questions: str) -> None:
+    """Every answer of one token: with ``train_on_cut_answers: false`` some steps have none that counts."""
+    folder = save_model("qwen3_moe", tmp_path / "model", layers=2)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    of_answers = {"algorithm": DAPO(), "answers_per_prompt": 2, "max_new_tokens": 1, "train_on_cut_answers": False}
+    options = {"peft": lora, "kl_weight": 0.1, "router_aux_loss": 0.01, "optimizer": sgd, **of_answers}
+    module = PolicyLM(folder, rewards=[FewLetters()], **options)
+    trainer = make_trainer(max_steps=12, log_every_n_steps=1, logger=CSVLogger(tmp_path))
+    trainer.fit(module, data_of(questions, micro_batch_size=1))
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    assert all(math.isfinite(float(value)) for row in rows for value in row.values() if value)
+    without = [row for row in rows if row["train/cut_share"] == "1.0"]
+    assert 1 < len(without) < len(rows)
+    for row in rows:
+        assert (row["train/kl"] == "") == (row["train/router_aux_loss"] == "") == (row in without)
+    assert {row["train/loss"] for row in without} == {"0.0"}
 
 
 def test_rewards_are_weighted_and_logged_by_name_and_source(
