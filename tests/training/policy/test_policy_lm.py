@@ -54,16 +54,22 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _plain(
-    folder: str, path: str, lr: float, steps: int, kl_weight: float = 0.0, counts_tokens: bool = False
+    folder: str,
+    path: str,
+    lr: float,
+    steps: int,
+    kl_weight: float = 0.0,
+    counts_tokens: bool = False,
+    lora: LoraConfig = LORA,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Steps of GRPO as its paper has it, answer by answer: losses, rewards, weights; of LoRA with a KL weight."""
     policy = AutoModelForCausalLM.from_pretrained(folder)
     data, module = data_of(path, shuffle=False), PolicyLM(folder, rewards=[FewLetters()])
     if kl_weight:
         os.environ["PL_GLOBAL_SEED"] = str(SEED)
-        begin = PolicyLM(folder, rewards=[FewLetters()], peft=LORA)
+        begin = PolicyLM(folder, rewards=[FewLetters()], peft=lora)
         begin.configure_model()
-        policy = get_peft_model(policy, LORA)
+        policy = get_peft_model(policy, lora)
         policy.load_state_dict({name: w.detach().clone() for name, w in begin.model.state_dict().items()})
     data.load(module.tokenizer)
     samples, losses, means = data.splits["train"], [], []
@@ -135,11 +141,22 @@ def test_steps_are_those_of_plain_transformers(
 
 
 @pytest.mark.usefixtures("many_ends")
-def test_the_divergence_is_that_of_plain_peft(make_trainer: Any, model_folder: str, questions: str) -> None:
-    losses, means, weights = _plain(model_folder, questions, lr=0.2, steps=3, kl_weight=2.0)
-    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.2)  # noqa: E731
-    how = {"data": {"shuffle": False}, "model": {"kl_weight": 2.0}, "optimizer": optimizer}
-    steps, measured, found = fit(make_trainer, model_folder, questions, {**how, "trainer": {"max_steps": 3}})
+@pytest.mark.parametrize("architecture", ["qwen2", "mixtral"])
+def test_the_divergence_is_that_of_plain_peft(
+    make_trainer: Any, tmp_path: Path, questions: str, architecture: str
+) -> None:
+    experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    lora = LoraConfig(r=4, target_modules=["q_proj"], **(experts if architecture == "mixtral" else {}))
+    folder = save_model(architecture, tmp_path / "model", layers=2)
+    losses, means, weights = _plain(folder, questions, lr=0.2, steps=3, kl_weight=2.0, lora=lora)
+    how = {
+        "data": {"shuffle": False},
+        "model": {"kl_weight": 2.0, "peft": lora},
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2),
+        "trainer": {"max_steps": 3},
+    }
+    steps, measured, found = fit(make_trainer, folder, questions, how)
+    assert weights.keys() == found.keys()
     assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-3, abs=1e-6)
     assert [one["train/reward"] for one in measured[:-1]] == pytest.approx(means, rel=1e-5)
     divergences = [one["train/kl"] for one in measured[:-1]]
