@@ -21,7 +21,7 @@ from sampled_answers import LORA, SEED, FewLetters, assert_same_runs, data_of, f
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import (
     DAPO,
@@ -44,6 +44,7 @@ from lit_ft.model.generation import Sampling, generate_answers
 from lit_ft.training.metrics import metric_names
 from lit_ft.training.policy.algorithms import Algorithm
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
+from lit_ft.training.policy.rollouts import asked_of
 
 PROMPTS = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
 
@@ -201,6 +202,65 @@ def test_a_resumed_run_draws_the_same_answers(
     assert same == means[2:]
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert len({mean["train/reward"] for mean in means[:-1]}) == len(one)  # each step draws others
+
+
+OTHER_POSITIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {  # learned positions
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+        **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0),
+    },
+    "recurrent_gemma": {  # padding changes its answers
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "lru_width": 48,
+        "attention_window_size": 64,
+    },
+}
+
+
+@pytest.mark.usefixtures("many_ends")
+@pytest.mark.parametrize("architecture", OTHER_POSITIONS)
+def test_answers_do_not_depend_on_how_many_are_generated_together(
+    make_trainer: Any, model_folder: str, questions: str, tmp_path: Path, architecture: str
+) -> None:
+    own = {**OTHER_POSITIONS[architecture], "vocab_size": 384, "initializer_range": 0.1, "dtype": "float32"}
+    torch.manual_seed(0)
+    folder = str(tmp_path / "model")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **own)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    runs = [
+        fit(make_trainer, folder, questions, {"model": {"peft": None, "answers_at_once": size, "max_new_tokens": 6}})
+        for size in (1, 5, 128)
+    ]
+    assert len({mean["train/answer_tokens"] for mean in runs[0][1][:-1]}) > 1
+    for other in runs[1:]:
+        assert_same_runs(other, runs[0], 1e-5)
+
+
+def test_calls_of_tools_and_their_results_are_prompt_or_known_answer(
+    make_trainer: Any, model_folder: str, tmp_path: Path
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "sky"}}}]}
+    question, ending = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "Grey."}
+    result = {"role": "tool", "content": "clouds"}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    rows = [{"tools": tools, "messages": messages} for messages in ([question, call], [question, call, result, ending])]
+    (tmp_path / "calls.json").write_text(json.dumps(rows), "utf-8")
+    module = PolicyLM(model_folder, rewards=[FewLetters()], answers_per_prompt=2, max_new_tokens=2, optimizer=sgd)
+    data = TextDataModule(str(tmp_path / "calls.json"), micro_batch_size=2, shuffle=False, max_length=None)
+    make_trainer(max_steps=1).fit(module, data)
+    (batch,) = data.first_batches(1)
+    of_call, of_end = module.known_answers(asked_of(batch))
+    assert '"look"' in of_call.expected
+    assert of_call.prompt.endswith("<|im_start|>assistant\n")
+    assert of_end.expected == "Grey."
+    assert of_call.expected in of_end.prompt
+    assert "clouds" in of_end.prompt.rpartition(of_call.expected)[2]
 
 
 def test_another_policy_is_named(make_trainer: Any, model_folder: str, questions: str, tmp_path: Path) -> None:
