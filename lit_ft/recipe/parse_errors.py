@@ -79,8 +79,9 @@ def explain(message: str, parser: ArgumentParser, classes: Iterable[type]) -> st
     head = f"{key}: " if key else ""
     if (unknown := _UNKNOWN.search(message)) is not None:
         name = next(group for group in unknown.groups() if group)
-        options = _options(message, parser, classes)
-        return _unknown_option(name, key, message, parser.prog or "", option_names(parser), options)
+        options, without_dashes = _options(message, parser, classes), set(positional_names(parser))
+        own = [option for option in option_names(parser) if option not in without_dashes]
+        return _unknown_option(name, key, message, parser.prog or "", own, options)
     for reason in _REASONS_OF_VALUES:
         if (text := reason(message, key)) is not None:
             return head + text
@@ -304,7 +305,8 @@ def _needs_class(option: str, part: str) -> str:
 
 def _options(message: str, parser: ArgumentParser, classes: Iterable[type]) -> list[str]:
     """Names of the options that an unknown name is compared with: of a recipe, those of its default classes too."""
-    options = [name for name in option_names(parser) if not name.endswith("help")]
+    without_dashes = set(positional_names(parser))
+    options = [name for name in option_names(parser) if not name.endswith("help") and name not in without_dashes]
     compared = list(classes) if _IN_RECIPES in options else []
     for class_path in re.findall(r"class_path '([\w.]+)'", message):
         module, _, name = class_path.rpartition(".")

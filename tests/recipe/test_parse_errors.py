@@ -150,6 +150,7 @@ TYPED: dict[str, str] = {
     "chat run --comp": "unknown option 'comp'; did you mean 'compare'?",
     "serve run --por 80": "unknown option 'por'; did you mean 'port'?",
     "parity run --ur x": "unknown option 'ur'; did you mean 'url'?",
+    "parity run --path x": "unknown option 'path'; see --help for what there is",
     "evaluate run --task x": "unknown option 'task'; did you mean 'tasks'?",
     "bandwidth --device 2": "unknown option 'device'; did you mean 'devices'?",
     "export --ru run": "unknown option 'ru'; did you mean 'run'?",
