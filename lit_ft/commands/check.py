@@ -29,6 +29,7 @@ from lit_ft.data.inspection import (
     histogram,
     inspect_split,
     judge_repetition,
+    known_answer,
     show_example,
     steps_of,
     stretches,
@@ -40,6 +41,7 @@ from lit_ft.model.architecture import Architecture
 from lit_ft.model.generation import stop_ids
 from lit_ft.model.loading import skeleton
 from lit_ft.packed_batch import pack_samples
+from lit_ft.protocols import LearnsFromTeacher, SamplesAnswers
 from lit_ft.recipe.allowed_code import as_options
 from lit_ft.recipe.option_parser import OptionParser, whole_number
 from lit_ft.recipe.trainer_checks import check_trainer, quiet_trainer
@@ -158,13 +160,25 @@ class CheckCLI(RecipeCLI):
         devices = trainer.devices if isinstance(trainer.devices, int) and trainer.devices > 0 else 1
         plan = data.plan(replicas=devices * trainer.num_nodes)
         report.facts |= steps_of(train, plan, trainer.accumulate_grad_batches)
+        if isinstance(self.model, LearnsFromTeacher):
+            report.facts["trained on"] = self.model.describe_objective()
+        elif isinstance(self.model, SamplesAnswers):
+            compared = "the answers of the data are what rewards compare with"
+            report.facts["trained on"] = f"{self.model.describe_policy()}; {compared}"
+        if isinstance(self.model, SamplesAnswers):
+            report.is_answered = True
+            prompts = plan.micro_batch_size * plan.replicas * trainer.accumulate_grad_batches
+            report.facts["tokens per epoch"] += ", of prompts and known answers"
+            answers = as_count(prompts * self.model.answers_per_prompt, "answer")
+            most = as_count(self.model.max_new_tokens, "token")
+            report.facts["answers per step"] = f"{answers} of up to {most} (model.max_new_tokens)"
         self._judge_warmup(trainer)
         report.facts |= describe_lengths(splits.prepared["train"], data.max_length)
         # With val_fraction, one source is split by rows: that both read it is as it should be.
         shared = [] if data.val_fraction else shared_content(splits.sources["train"], splits.sources["val"])
         judge_repetition(train, splits.get("val"), shared, report)
         if isinstance(self.model, CausalLM):
-            report.facts |= describe_ends(report.sources["train"])
+            report.facts |= describe_ends(report.sources["train"], report.is_answered)
             report.facts["end tokens that generation stops at"] = generation_ends(self.model, tokenizer)
             leak = leak_probe(self.model)
             report.facts["leak probe"] = (
@@ -177,7 +191,8 @@ class CheckCLI(RecipeCLI):
         chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]
         shown = [part for i in sorted(chosen) for part in train.conversations(int(i))]
         report.has_pairs = train.has_pairs
-        report.examples = [show_example(*part, tokenizer) for part in shown]
+        marked = [(ids, known_answer(labels) if report.is_answered else labels) for ids, labels in shown]
+        report.examples = [show_example(ids, labels, tokenizer) for ids, labels in marked]
 
     def _judge_warmup(self, trainer: Namespace) -> None:
         """Say that the warm-up is longer than a run whose ``max_steps`` are set; ``fit`` says it of epochs as well."""
@@ -287,7 +302,7 @@ def show(report: Report, console: Console) -> None:
     for name, fact in report.facts.items():
         console.print(Text(printable(f"{name}: {fact}")), soft_wrap=True)
     for title, example in zip(report.titles, report.examples, strict=True):
-        console.print(Text(f"\n{title} (supervised tokens in green, between » and «)"))
+        console.print(Text(f"\n{title} ({report.marked} in green, between » and «)"))
         console.print(Text.assemble(*_colored(example["head"])), soft_wrap=True)
         if left_out := example["left_out"]:
             console.print(

@@ -28,7 +28,7 @@ from lit_ft.planning.memory import Memory, layer_inputs, memory_of, replicated_m
 from lit_ft.planning.pipeline_timeline import idle_fraction, timeline
 from lit_ft.planning.report import MIB, RankContents, aligned, by_stage, format_layout, rank_contents
 from lit_ft.planning.timeline_plot import draw
-from lit_ft.protocols import ChecksRecipe, LearnsFromTeacher, micro_batch_size
+from lit_ft.protocols import ChecksRecipe, LearnsFromTeacher, SamplesAnswers, micro_batch_size
 from lit_ft.recipe.option_parser import OptionParser, positive
 from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -206,6 +206,8 @@ class PlanCLI(RecipeCLI):
 
     def _compare(self, memory: list[Memory]) -> None:
         """Say whether the memory of a device is enough, if it is given; exit code 1 if not."""
+        if isinstance(self.model, SamplesAnswers):
+            print("keys and values of the answers that are generated together (model.answers_at_once) come on top too")
         if self.memory_gib is None:
             print("does it fit? give the memory of a device: --memory_gib N")
             return

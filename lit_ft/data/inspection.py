@@ -75,6 +75,8 @@ class Report:
     examples: list[ShownSample] = field(default_factory=list)
     """Some samples; where samples are pairs, chosen and rejected conversations in turn."""
     has_pairs: bool = False
+    is_answered: bool = False
+    """Whether the model trains on answers of its own, and compares them with the last answers of the data."""
     compared: list[Prepared] = field(default_factory=list)
     """Sources that were compared with the template; one of which a part is held out is in two splits."""
 
@@ -84,6 +86,11 @@ class Report:
         numbers = range(len(self.examples))
         of_pairs = [f"pair {i // 2 + 1}, {PREFERENCE[i % 2]}" for i in numbers]
         return of_pairs if self.has_pairs else [f"sample {i + 1}" for i in numbers]
+
+    @property
+    def marked(self) -> str:
+        """What is marked in the examples."""
+        return "known answer" if self.is_answered else "supervised tokens"
 
 
 def describe_source(
@@ -129,14 +136,18 @@ def _last_supervised(arrays: TokenArrays, chosen: np.ndarray) -> np.ndarray:
     return arrays.ids[at]
 
 
-def describe_ends(sources: list[SourceReport]) -> dict[str, str]:
-    """Facts on the special tokens that close supervised answers; empty where no source has conversations."""
+def describe_ends(sources: list[SourceReport], are_known: bool = False) -> dict[str, str]:
+    """Facts on the special tokens that close supervised answers; empty where no source has conversations.
+
+    ``are_known`` says that they are known answers, and the model trains on its own.
+    """
     ends: Counter[str] = sum((Counter(source.ends) for source in sources), Counter())
     answers = {source.format: 2 if source.format == PREFERENCES else 1 for source in sources}
     samples = sum(answers[source.format] * source.samples for source in sources if source.format in _CONVERSATIONS)
     what = "answer" if PREFERENCES in answers else "sample"
     counts = ", ".join(f"{token!r} in {count:,}" for token, count in ends.most_common()) or "none"
-    return {"end tokens that are trained on": f"{counts} of {as_count(samples, what)}"} if samples else {}
+    name = "end tokens of known answers" if are_known else "end tokens that are trained on"
+    return {name: f"{counts} of {as_count(samples, what)}"} if samples else {}
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
@@ -237,6 +248,14 @@ def judge_repetition(train: Samples, validation: Samples | None, shared: list[st
         )
     elif known or shared:
         report.warnings.append(line)
+
+
+def known_answer(labels: np.ndarray) -> np.ndarray:
+    """Labels of the last answer of a sample alone, ``(T,)``: what comes before it is its prompt."""
+    supervised = np.flatnonzero(labels != IGNORE_INDEX)
+    gaps = np.flatnonzero(np.diff(supervised) > 1)
+    first = supervised[gaps[-1] + 1] if len(gaps) else 0
+    return np.where(np.arange(len(labels)) < first, IGNORE_INDEX, labels)
 
 
 def show_example(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> ShownSample:

@@ -1,6 +1,7 @@
 """Private API of Lightning, as read in Lightning 2.6, and attributes of its Trainer that it does not declare."""
 
 import traceback
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -106,6 +107,13 @@ def place_logged_values(trainer: Trainer) -> None:
     for metric in (trainer._results or {}).values():
         if type(metric) is _ResultMetric and metric.is_tensor:
             metric.__class__ = _PlacedMetric
+
+
+def forget_logged_values(trainer: Trainer, names: Collection[str]) -> None:
+    """Log these metrics again when they have new values; Lightning logs the old ones at each step of an epoch."""
+    for metric in (trainer._results or {}).values():
+        if metric.meta.name in names:
+            metric.reset()
 
 
 def average_of(callback: WeightAveraging) -> AveragedModel | None:

@@ -150,20 +150,34 @@ def _check_classes(value: object, key: str) -> None:
         _check_classes(item, f"{key}.{option}")
 
 
-def _check_nulls(values: Namespace, cls: type, key: str) -> None:
+def _check_nulls(values: Namespace, made: Callable[..., object], key: str) -> None:
     """Refuse null for options whose type does not allow None: jsonargparse passes it on."""
-    init: Callable[..., object] = vars(cls).get("__init__", cls)
-    try:
-        hints = get_type_hints(init)
-    except (NameError, TypeError):  # hints that exist for type checkers only cannot be checked
-        return
-    parameters = inspect.signature(init).parameters
+    defaults = _defaults_without_null(made)
     for name, value in vars(values).items():
-        if value is None and name in hints and not _takes_none(hints[name]) and parameters[name].default is not None:
-            default = parameters[name].default
+        if value is None and name in defaults:
+            default = defaults[name]
             advice = f"the default is {_shown(default)}" if default is not inspect.Parameter.empty else "it is needed"
             key = re.sub(r"^model\.(?=optimizer|lr_scheduler)", "", key)  # which the model gets
             raise RecipeError(f"{key}.{name}=null is not allowed; leave it out or give a value ({advice})")
+
+
+def _defaults_without_null(made: Callable[..., object]) -> dict[str, object]:
+    """Defaults of the options whose type does not allow None, by name, of a class with the bases it hands others to."""
+    defaults: dict[str, object] = {}
+    named: set[str] = set()
+    inits = [vars(base).get("__init__") for base in made.__mro__] if isinstance(made, type) else [made]
+    for init in (one for one in inits if one is not None):
+        try:
+            parameters, hints = inspect.signature(init).parameters, get_type_hints(init)
+        except (NameError, TypeError, ValueError):  # hints that exist for type checkers only cannot be checked
+            break
+        for name, parameter in parameters.items():
+            if name not in named and name in hints and not _takes_none(hints[name]) and parameter.default is not None:
+                defaults[name] = parameter.default
+        named |= parameters.keys()
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return defaults
 
 
 def _takes_none(hint: object) -> bool:

@@ -79,8 +79,9 @@ def explain(message: str, parser: ArgumentParser, classes: Iterable[type]) -> st
     head = f"{key}: " if key else ""
     if (unknown := _UNKNOWN.search(message)) is not None:
         name = next(group for group in unknown.groups() if group)
-        options = _options(message, parser, classes)
-        return _unknown_option(name, key, message, parser.prog or "", option_names(parser), options)
+        options, without_dashes = _options(message, parser, classes), set(positional_names(parser))
+        own = [option for option in option_names(parser) if option not in without_dashes]
+        return _unknown_option(name, key, message, parser.prog or "", own, options)
     for reason in _REASONS_OF_VALUES:
         if (text := reason(message, key)) is not None:
             return head + text
@@ -279,8 +280,8 @@ _CLASSES_BELOW = {
     "model.quantization": ("transformers.BitsAndBytesConfig",),
     "model": ("lit_ft.PreferenceLM", "lit_ft.PolicyLM", "lit_ft.DistillationLM", "lit_ft.OnPolicyDistillationLM"),
     "model.algorithm": ("lit_ft.GRPO",),
-    "model.divergence": ("lit_ft.JensenShannon",),
     "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO"),
+    "model.divergence": ("lit_ft.JensenShannon",),
     "model.rewards": ("lit_ft.Matches", "lit_ft.OverlongPenalty"),
     "model.token_weights": ("lit_ft.DFT",),
 }
@@ -305,7 +306,8 @@ def _needs_class(option: str, part: str) -> str:
 
 def _options(message: str, parser: ArgumentParser, classes: Iterable[type]) -> list[str]:
     """Names of the options that an unknown name is compared with: of a recipe, those of its default classes too."""
-    options = [name for name in option_names(parser) if not name.endswith("help")]
+    without_dashes = set(positional_names(parser))
+    options = [name for name in option_names(parser) if not name.endswith("help") and name not in without_dashes]
     compared = list(classes) if _IN_RECIPES in options else []
     for class_path in re.findall(r"class_path '([\w.]+)'", message):
         module, _, name = class_path.rpartition(".")
@@ -369,23 +371,58 @@ def _no_class(message: str, key: str) -> str | None:
 
 def _class_of_another_kind(message: str, key: str) -> str | None:
     """A class that is none of those that the option takes, or that lacks a method of them."""
-    if key not in EXAMPLES:
+    if key not in (takes := {**EXAMPLES, **_EXAMPLES_OF_SECTIONS}):
         return None
-    example = EXAMPLES[key][0]
+    example, modules = takes[key]
     # Options of an objective without its class are explained above, from the message about the whole model.
     if (base := re.search(r"instantiatable class, but [\w.]*\.(?!Objective)(\w+) is abstract", message)) is not None:
         return (
             f"no class is named, and {base[1]} is abstract; write class_path, e.g. {example}, and options in init_args"
         )
-    if (given := re.search(r"Given value: ([A-Za-z_][\w.]*\.\w+)$", message, re.MULTILINE)) is None:
+    if (given := _GIVEN_CLASS.search(message)) is None:
         return None
-    if (base := re.search(r"to (?:be )?a subclass of (?:<class ')?(Union\[.*?\]|\w+)", message)) is not None:
-        return f"{given[1]} is no {base[1]}; name a class that derives from it, e.g. {example}"
+    name, bases = given[1] or given[2] or given[3], re.findall(_BASE, message)
+    if bases:
+        kinds = [kind for base in bases for kind in re.sub(r"Union\[|]| ", "", base).split(",")]
+        return f"{name} is no {' or '.join(dict.fromkeys(kinds))}; {_of_the_kind(kinds, example, modules)}"
     if "Expected an instantiatable class, but is abstract" in message:
-        return (
-            f"{given[1]} lacks methods that its base class declares (@abstractmethod); define them, or take {example}"
-        )
+        return f"{name} lacks methods that its base class declares (@abstractmethod); define them, or take {example}"
     return None
+
+
+_BASE = r"to (?:be )?a subclass of (?:<class ')?(Union\[.*?\]|\w+)"
+_GIVEN_CLASS = re.compile(
+    r"Import path ([\w.]+\.\w+) does not correspond|Expected '([\w.]+\.\w+)' to be a subclass"
+    r"|Given value: ([A-Za-z_][\w.]*\.\w+)$",
+    re.MULTILINE,
+)
+"""A class in messages about the class that an option needs, which is that of ``_BASE``."""
+_EXAMPLES_OF_SECTIONS = {
+    "data": ("lit_ft.TextDataModule", ("lit_ft",)),
+    "model": ("lit_ft.CausalLM", ("lit_ft",)),
+    "trainer.plugins": ("lightning.pytorch.plugins.MixedPrecision", ()),
+}
+"""The same as ``EXAMPLES`` of options that a recipe seldom names a class for."""
+
+
+def _of_the_kind(kinds: Iterable[str], example: str, modules: Iterable[str]) -> str:
+    """Advice to take a class that derives from one of some bases, with those of lit_ft.
+
+    Args:
+        kinds: names of the bases.
+        example: one of the classes.
+        modules: modules that have others.
+    """
+    home, _, name = example.rpartition(".")
+    bases = tuple(base for base in getattr(import_module(home), name).__mro__ if base.__name__ in kinds)
+    # Not of other libraries: they have many, and transformers would import all its models.
+    names = [(module, name) for module in modules if module.startswith("lit_ft") for name in dir(import_module(module))]
+    classes = {f"{module}.{name}": getattr(import_module(module), name) for module, name in names if name[0].isupper()}
+    found = {path: one for path, one in classes.items() if isinstance(one, type) and issubclass(one, bases)}
+    usable = sorted(path for path, one in found.items() if not inspect.isabstract(one))
+    if len(usable) > 1:
+        return f"take {', '.join(usable[:-1])} or {usable[-1]}, or another class that derives from it"
+    return f"name a class that derives from it, e.g. {example}"
 
 
 def _function_as_class(message: str, key: str) -> str | None:

@@ -71,7 +71,8 @@ def check_strategy_name(strategy: object) -> None:
             f"--trainer.strategy lit_ft.strategies.DeepSpeedStrategy --trainer.strategy.config {strategy}"
         )
     if "." in strategy:
-        path = CLASSES.get(strategy.rpartition(".")[2].lower(), strategy)
+        near = CLASSES.get(strategy.rpartition(".")[2].lower(), "")
+        path = near if near.startswith("lit_ft.strategies.") else "lit_ft.strategies.FSDPStrategy"
         raise RecipeError(
             f"trainer.strategy={strategy} is no name of a strategy of Lightning's; a class is written "
             f"--trainer.strategy.class_path {path}, in a recipe strategy: {{class_path: {path}}}"

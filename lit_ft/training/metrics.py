@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals import torch as torch_internals
+from lit_ft.internals.lightning import forget_logged_values
 from lit_ft.internals.transformers import GroupedExperts
 from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
 from lit_ft.training.loss.token_weights import TokenWeights
@@ -218,6 +219,8 @@ class StageMetrics(nn.Module):
         self.expert_load: ExpertLoad | None = None
         self.on_bar: dict[str, Tensor] = {}
         """What ``shown`` names, of the last ``log``."""
+        self._logged: set[str] = set()
+        """Names of the means of the last ``log``."""
 
     @staticmethod
     def of_training(weights: TokenWeights | None, has_router_loss: bool) -> "StageMetrics":
@@ -256,6 +259,16 @@ class StageMetrics(nn.Module):
         """What is logged besides the mean loss, by the names of metrics."""
         return {"perplexity": loss.exp(), "token_accuracy": self.token_accuracy.compute()}
 
+    def _loads(self) -> dict[str, Tensor]:
+        if self.expert_load is None:
+            return {}
+        loads, largest = self.expert_load.compute(), "expert_load_max_over_mean"
+        of_layers = {f"{largest}/{name}": load for name, load in loads.items()}
+        return {largest: torch.stack(list(loads.values())).max(), **of_layers}
+
+    def _of_router(self) -> dict[str, Tensor]:
+        return {} if self.router_aux_loss is None else {"router_aux_loss": self.router_aux_loss.compute()}
+
     def add_router_loss(self, loss: Tensor, tokens: int) -> None:
         """Add the router's auxiliary loss of a batch with ``tokens`` supervised tokens."""
         assert self.router_aux_loss is not None, "the metrics were made with a router loss"
@@ -270,20 +283,16 @@ class StageMetrics(nn.Module):
             prog_bar: whether Lightning hands what is shown to the progress bar; it reads it after each micro-batch.
         """
         loss = self.loss.compute()
-        module.log(f"{prefix}/loss", loss, prog_bar=prog_bar)
         further = self._further_means(loss)
-        for name, mean in further.items():
-            module.log(f"{prefix}/{name}", mean, prog_bar=prog_bar and name in self.shown)
+        sources = {} if self.sources is None else self.sources.compute(self._present)
+        of_sources = {f"loss/{name}": mean for name, mean in sources.items()}
+        means = {"loss": loss, **further, **self._of_router(), **of_sources, **self._loads()}
+        for name, mean in means.items():
+            module.log(f"{prefix}/{name}", mean, prog_bar=prog_bar and name in ("loss", *self.shown))
         self.on_bar = {f"{prefix}/{name}": further[name] for name in self.shown}
-        if self.router_aux_loss is not None:
-            module.log(f"{prefix}/router_aux_loss", self.router_aux_loss.compute())
-        for name, mean in ({} if self.sources is None else self.sources.compute(self._present)).items():
-            module.log(f"{prefix}/loss/{name}", mean)
-        if self.expert_load is not None:
-            loads = self.expert_load.compute()
-            module.log(f"{prefix}/expert_load_max_over_mean", torch.stack(list(loads.values())).max())
-            for name, load in loads.items():
-                module.log(f"{prefix}/expert_load_max_over_mean/{name}", load)
+        if absent := self._logged.difference(means):
+            forget_logged_values(module.trainer, {f"{prefix}/{name}" for name in absent})
+        self._logged = set(means)
         for metric in self.children():
             metric.reset()  # type: ignore[operator]
         self._present = set()

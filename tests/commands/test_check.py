@@ -362,6 +362,22 @@ def test_pairs_are_shown_as_two_conversations(run: Any, tmp_path: Path, model_fo
             assert f"<p>Pair {number}, {name}</p>" in page.read_text()
 
 
+def test_of_answers_of_the_models_own_the_known_one_is_shown(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    turns = [("user", "the red book"), ("assistant", "cup"), ("user", "and"), ("assistant", "lamp")]
+    data = {"path": write_rows([{"messages": [{"role": role, "content": text} for role, text in turns]}] * 3)}
+    policy = ["--model", "lit_ft.PolicyLM", "--model.rewards", "[lit_ft.ExactAnswer]", "--model.max_new_tokens", "9"]
+    page = tmp_path / "report.html"
+    arguments = recipe(tmp_path, model_folder, {**data, "micro_batch_size": 2})
+    output = run("check", *arguments, *policy, "--samples", "1", "--html", str(page))
+    assert "trained on: 8 answers of its own to each prompt, by GRPO(scale_rewards=True) of ExactAnswer()" in output
+    assert "answers per step: 16 answers of up to 9 tokens (model.max_new_tokens)" in output
+    assert "end tokens of known answers: '<|im_end|>' in 3 of 3 samples" in output
+    assert re.search(r"sample 1 \(known answer in green, between » and «\)[^»]*cup[^»]*»lamp<", output)
+    assert "the <mark>marked</mark> tokens are the known answer; the others are the prompt" in (page.read_text())
+
+
 def test_pairs_are_not_converted(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     path = write_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     arguments = ("--path", path, "--tokenizer", model_folder, "--out", str(tmp_path / "out"), "--format", "preference")

@@ -357,6 +357,17 @@ def test_does_it_fit(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit: 0.00 GiB of 0.00 GiB, before activations" in capsys.readouterr().out
 
 
+def test_plan_of_answers(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--config", recipe, "--trainer.strategy", "auto", "--devices", "1", "--num_nodes", "1"]
+    policy = ["--model", "lit_ft.PolicyLM", "--model.rewards", "[lit_ft.ExactAnswer]", "--model.max_new_tokens", "36"]
+    assert plan(*one, *policy) == 0
+    out = capsys.readouterr().out
+    assert "a packed batch has at most 3,200 tokens" in out  # 4 prompts of 64 tokens, 8 answers of 36 to each
+    assert "keys and values of the answers that are generated together (model.answers_at_once) come on top" in out
+    assert plan(*one) == 0
+    assert "answers" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("option", "count"), [("--devices", "0"), ("--num_nodes", "0"), ("--num_nodes", "-1")])
 def test_a_layout_has_a_rank(recipe: str, capsys: pytest.CaptureFixture[str], option: str, count: str) -> None:
     assert plan("--config", recipe, option, count) == 2

@@ -96,6 +96,14 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {strategy: lit_ft.strategies.FSDPStrategy}",
         "a class is written --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe strategy:",
     ),
+    "another class as a strategy": (
+        "trainer: {strategy: torch.nn.Linear}",
+        "a class is written --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe strategy:",
+    ),
+    "a null of the model's base class": (
+        "model: {class_path: lit_ft.PreferenceLM, init_args: {max_new_tokens: null}}",
+        "model.max_new_tokens=null is not allowed; leave it out or give a value (the default is 256)",
+    ),
     "DeepSpeed's configuration as a strategy": (
         "trainer: {strategy: ds_z2.json}",
         "is a file; DeepSpeed's configuration is an option of its class: --trainer.strategy lit_ft.strategies.DeepSp",

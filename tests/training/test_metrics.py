@@ -1,5 +1,6 @@
 """Means over tokens are exact to fp32, whatever the module is cast to and however many tokens there are."""
 
+import csv
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from architectures import save_model
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from peft import LoraConfig
 from ranks import on_ranks
 from shared_fixtures import make_rows
@@ -135,6 +137,21 @@ def test_half_precision_rounds_the_model_and_not_its_metrics(
         for name, value in got.items():
             assert value == pytest.approx(kept[name], rel=0.02, abs=0.01), name
         assert got["of sources"] == pytest.approx(got["val/loss"], rel=1e-6)
+
+
+def test_a_source_without_tokens_in_a_step_is_not_logged_again(
+    make_trainer: Any, model_folder: str, sources: list[Source], tmp_path: Path
+) -> None:
+    one = Source(sources[0].path, max_rows=1)
+    data = TextDataModule(sources=[one, Source(sources[1].path, max_rows=3)], shuffle=False)
+    trainer = make_trainer(max_epochs=2, log_every_n_steps=1, logger=CSVLogger(tmp_path))
+    trainer.fit(CausalLM(model_folder, peft=LoraConfig(r=4, target_modules=["q_proj"])), data)
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    assert [[bool(row[f"train/loss/{name}"]) for row in rows] for name in ("one", "two")] == [
+        2 * [True, False, False, False],
+        2 * [False, True, True, True],
+    ]
 
 
 # --- load of experts -----------------------------------------------------------------------------------

@@ -52,16 +52,26 @@ class RewardMetrics(StageMetrics):
         return {**dict(zip(self.names, self.of_answers.compute().unbind(), strict=True)), **of_sources}
 
 
+class LossOfAnswers(TokenMean):
+    """Mean loss over answers, or their tokens; 0 where no answer counts."""
+
+    def compute(self) -> Tensor:
+        """Mean, scalar fp32."""
+        return (self.total / self.tokens.clamp(min=1)).float()
+
+
 class PolicyMetrics(RewardMetrics):
     """Means over the answers that train, and the mean loss over them.
 
     ``reward_std`` is the mean over prompts of the standard deviation of their answers' rewards, and ``signal_share``
     the share of prompts whose answers differ in their weights. ``kl``, where it has a part in the loss, is the mean
-    divergence from the reference over the tokens of answers, in nats.
+    divergence from the reference over the tokens of answers, in nats. It and the router's loss are left out of a step
+    in which no answer is computed.
     """
 
     def __init__(self, names: Sequence[str], has_router_loss: bool = False, has_kl: bool = False) -> None:
         super().__init__(names, has_router_loss)
+        self.loss = LossOfAnswers()
         self.of_groups, self.kl = TokenMean((len(OF_GROUPS),)), TokenMean() if has_kl else None
         self.has_signal = True
         """Whether any answer trained, before the last ``log``."""
@@ -82,5 +92,13 @@ class PolicyMetrics(RewardMetrics):
     def _further_means(self, loss: Tensor) -> dict[str, Tensor]:
         groups = dict(zip(OF_GROUPS, self.of_groups.compute().unbind(), strict=True))
         self.has_signal = bool(groups["signal_share"])  # NaN without a prompt
-        divergences = {} if self.kl is None else {"kl": self.kl.compute()}
+        divergences = {} if self.kl is None else _of_some({"kl": self.kl.compute()})
         return {**self._of_answers(), **groups, **divergences}
+
+    def _of_router(self) -> dict[str, Tensor]:
+        return _of_some(super()._of_router())
+
+
+def _of_some(means: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Means over anything at all, for which the host waits; a mean over nothing is NaN."""
+    return {name: mean for name, mean in means.items() if not mean.isnan()}

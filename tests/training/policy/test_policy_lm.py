@@ -1,7 +1,9 @@
 """Policy optimization in one process: against plain transformers, for any split of a step, and after a resume."""
 
+import csv
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import save_model
 from compared_strategies import adamw, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -18,7 +21,7 @@ from sampled_answers import LORA, SEED, FewLetters, assert_same_runs, data_of, f
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import (
     DAPO,
@@ -41,6 +44,7 @@ from lit_ft.model.generation import Sampling, generate_answers
 from lit_ft.training.metrics import metric_names
 from lit_ft.training.policy.algorithms import Algorithm
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
+from lit_ft.training.policy.rollouts import asked_of
 
 PROMPTS = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
 
@@ -51,16 +55,22 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _plain(
-    folder: str, path: str, lr: float, steps: int, kl_weight: float = 0.0, counts_tokens: bool = False
+    folder: str,
+    path: str,
+    lr: float,
+    steps: int,
+    kl_weight: float = 0.0,
+    counts_tokens: bool = False,
+    lora: LoraConfig = LORA,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Steps of GRPO as its paper has it, answer by answer: losses, rewards, weights; of LoRA with a KL weight."""
     policy = AutoModelForCausalLM.from_pretrained(folder)
     data, module = data_of(path, shuffle=False), PolicyLM(folder, rewards=[FewLetters()])
     if kl_weight:
         os.environ["PL_GLOBAL_SEED"] = str(SEED)
-        begin = PolicyLM(folder, rewards=[FewLetters()], peft=LORA)
+        begin = PolicyLM(folder, rewards=[FewLetters()], peft=lora)
         begin.configure_model()
-        policy = get_peft_model(policy, LORA)
+        policy = get_peft_model(policy, lora)
         policy.load_state_dict({name: w.detach().clone() for name, w in begin.model.state_dict().items()})
     data.load(module.tokenizer)
     samples, losses, means = data.splits["train"], [], []
@@ -132,11 +142,22 @@ def test_steps_are_those_of_plain_transformers(
 
 
 @pytest.mark.usefixtures("many_ends")
-def test_the_divergence_is_that_of_plain_peft(make_trainer: Any, model_folder: str, questions: str) -> None:
-    losses, means, weights = _plain(model_folder, questions, lr=0.2, steps=3, kl_weight=2.0)
-    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.2)  # noqa: E731
-    how = {"data": {"shuffle": False}, "model": {"kl_weight": 2.0}, "optimizer": optimizer}
-    steps, measured, found = fit(make_trainer, model_folder, questions, {**how, "trainer": {"max_steps": 3}})
+@pytest.mark.parametrize("architecture", ["qwen2", "mixtral"])
+def test_the_divergence_is_that_of_plain_peft(
+    make_trainer: Any, tmp_path: Path, questions: str, architecture: str
+) -> None:
+    experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    lora = LoraConfig(r=4, target_modules=["q_proj"], **(experts if architecture == "mixtral" else {}))
+    folder = save_model(architecture, tmp_path / "model", layers=2)
+    losses, means, weights = _plain(folder, questions, lr=0.2, steps=3, kl_weight=2.0, lora=lora)
+    how = {
+        "data": {"shuffle": False},
+        "model": {"kl_weight": 2.0, "peft": lora},
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2),
+        "trainer": {"max_steps": 3},
+    }
+    steps, measured, found = fit(make_trainer, folder, questions, how)
+    assert weights.keys() == found.keys()
     assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-3, abs=1e-6)
     assert [one["train/reward"] for one in measured[:-1]] == pytest.approx(means, rel=1e-5)
     divergences = [one["train/kl"] for one in measured[:-1]]
@@ -181,6 +202,65 @@ def test_a_resumed_run_draws_the_same_answers(
     assert same == means[2:]
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert len({mean["train/reward"] for mean in means[:-1]}) == len(one)  # each step draws others
+
+
+OTHER_POSITIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {  # learned positions
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+        **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0),
+    },
+    "recurrent_gemma": {  # padding changes its answers
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "lru_width": 48,
+        "attention_window_size": 64,
+    },
+}
+
+
+@pytest.mark.usefixtures("many_ends")
+@pytest.mark.parametrize("architecture", OTHER_POSITIONS)
+def test_answers_do_not_depend_on_how_many_are_generated_together(
+    make_trainer: Any, model_folder: str, questions: str, tmp_path: Path, architecture: str
+) -> None:
+    own = {**OTHER_POSITIONS[architecture], "vocab_size": 384, "initializer_range": 0.1, "dtype": "float32"}
+    torch.manual_seed(0)
+    folder = str(tmp_path / "model")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **own)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    runs = [
+        fit(make_trainer, folder, questions, {"model": {"peft": None, "answers_at_once": size, "max_new_tokens": 6}})
+        for size in (1, 5, 128)
+    ]
+    assert len({mean["train/answer_tokens"] for mean in runs[0][1][:-1]}) > 1
+    for other in runs[1:]:
+        assert_same_runs(other, runs[0], 1e-5)
+
+
+def test_calls_of_tools_and_their_results_are_prompt_or_known_answer(
+    make_trainer: Any, model_folder: str, tmp_path: Path
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "sky"}}}]}
+    question, ending = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "Grey."}
+    result = {"role": "tool", "content": "clouds"}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    rows = [{"tools": tools, "messages": messages} for messages in ([question, call], [question, call, result, ending])]
+    (tmp_path / "calls.json").write_text(json.dumps(rows), "utf-8")
+    module = PolicyLM(model_folder, rewards=[FewLetters()], answers_per_prompt=2, max_new_tokens=2, optimizer=sgd)
+    data = TextDataModule(str(tmp_path / "calls.json"), micro_batch_size=2, shuffle=False, max_length=None)
+    make_trainer(max_steps=1).fit(module, data)
+    (batch,) = data.first_batches(1)
+    of_call, of_end = module.known_answers(asked_of(batch))
+    assert '"look"' in of_call.expected
+    assert of_call.prompt.endswith("<|im_start|>assistant\n")
+    assert of_end.expected == "Grey."
+    assert of_call.expected in of_end.prompt
+    assert "clouds" in of_end.prompt.rpartition(of_call.expected)[2]
 
 
 def test_another_policy_is_named(make_trainer: Any, model_folder: str, questions: str, tmp_path: Path) -> None:
@@ -232,6 +312,26 @@ def test_cut_answers_are_left_out_where_asked(make_trainer: Any, model_folder: s
     assert {step for step, _ in of_cut} == {(0.0, 0.0)}
     assert {one["train/signal_share"] for _, one in of_cut} == {0.0}
     assert min(one["train/reward_std"] for _, one in of_cut) > 0
+
+
+@pytest.mark.usefixtures("many_ends")
+def test_what_nothing_was_measured_of_is_not_logged(make_trainer: Any, tmp_path: Path, questions: str) -> None:
+    """Every answer of one token: with ``train_on_cut_answers: false`` some steps have none that counts."""
+    folder = save_model("qwen3_moe", tmp_path / "model", layers=2)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    of_answers = {"algorithm": DAPO(), "answers_per_prompt": 2, "max_new_tokens": 1, "train_on_cut_answers": False}
+    options = {"peft": lora, "kl_weight": 0.1, "router_aux_loss": 0.01, "optimizer": sgd, **of_answers}
+    module = PolicyLM(folder, rewards=[FewLetters()], **options)
+    trainer = make_trainer(max_steps=12, log_every_n_steps=1, logger=CSVLogger(tmp_path))
+    trainer.fit(module, data_of(questions, micro_batch_size=1))
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    assert all(math.isfinite(float(value)) for row in rows for value in row.values() if value)
+    without = [row for row in rows if row["train/cut_share"] == "1.0"]
+    assert 1 < len(without) < len(rows)
+    for row in rows:
+        assert (row["train/kl"] == "") == (row["train/router_aux_loss"] == "") == (row in without)
+    assert {row["train/loss"] for row in without} == {"0.0"}
 
 
 def test_rewards_are_weighted_and_logged_by_name_and_source(
@@ -340,7 +440,7 @@ def test_options_that_are_refused(model_folder: str, options: dict[str, Any], me
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"packing": 96}, "data.packing=96 counts tokens of the data's own answers, and the model is a PolicyLM"),
+        ({"packing": 96}, "data.packing=96 counts tokens of the data's own answers, and the model trains on"),
         ({"micro_batch_tokens": 500}, "data.micro_batch_tokens=500 counts tokens"),
         (
             {"supervise": "all"},
@@ -410,7 +510,9 @@ def test_a_text_among_conversations_is_refused(
     several = [Source(questions, name="one"), Source(str(texts), name="two")]
     sources = {"sources": several} if split == "train" else {"path": questions, "val_sources": several}
     module = PolicyLM(model_folder, rewards=[FewLetters()], max_new_tokens=4)
-    with pytest.raises(RecipeError, match=rf"texts.jsonl: row 1 is .* \(2 of \d+ samples of {split}\), and PolicyLM"):
+    with pytest.raises(
+        RecipeError, match=rf"texts.jsonl: row 1 is .* \(2 of \d+ samples of {split}\), and the model answers"
+    ):
         make_trainer(max_steps=1).fit(module, TextDataModule(**sources, micro_batch_size=1, shuffle=False))
     assert module.model is None
 
