@@ -45,7 +45,7 @@ TYPED: dict[str, str] = {
     "fit --model lit_ft.PolicyLM --model.rewards '[lit_ft.GRPO]'": "rewards: lit_ft.GRPO is no Reward; take lit_ft",
     "fit --model lit_ft.PolicyLM --model.algorithm '{class_path: torch.nn.Linear}'": "torch.nn.Linear is no Algorithm; "
     "take lit_ft.DAPO, lit_ft.DrGRPO, lit_ft.GRPO or lit_ft.RLOO, or another class that derives from it",
-    "fit --model lit_ft.GRPO": "model: lit_ft.GRPO is no LightningModule; take lit_ft.CausalLM, lit_ft.DistillationLM, lit",
+    "fit --model lit_ft.GRPO": "model: lit_ft.GRPO is no LightningModule; take lit_ft.CausalLM, lit_ft.DistillationLM",
     "fit --data.class_path lit_ft.GRPO": "data: lit_ft.GRPO is no LightningDataModule; name a class that derives fro",
     "fit --trainer.logger '[{class_path: torch.nn.Linear}]'": "torch.nn.Linear is no Logger; name a class that derives",
     "fit --trainer.plugins '[{class_path: torch.nn.Linear}]'": "torch.nn.Linear is no Precision or ClusterEnvironment",
