@@ -267,7 +267,7 @@ def test_a_smaller_model_learns_from_the_embedded_one(tmp_path: Path) -> None:
     student = ("--model.peft", "null", "--model.config_overrides", two, "--run_dir", str(tmp_path / "kd"))
     done = run_forked(*quick, "--config", "recipes/distillation/kd.yaml", *taught, "3", *student, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
-    objective = r"on the answers of the data by ForwardKL\(temperature=1\) from checkpoints/tiny-qwen2, 0.5 of the loss"
+    objective = r"on the answers of the data by ForwardKL\(temperature=2\) from checkpoints/tiny-qwen2, 0.5 of the loss"
     assert re.search(f"training all weights of .* {objective}", done.stderr)
     assert re.search(r"step 3 of 3: val/loss [\d.]+, .*val/divergence [\d.]+", done.stderr)
     run = ("--run_dir", str(tmp_path / "run"), "--trainer.limit_val_batches", "1", "--optimizer.lr", "3e-3")
