@@ -4,7 +4,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
@@ -31,7 +31,7 @@ _OBJECTIVES = {"dpo", "ipo", "orpo", "simpo"}
 """Objectives of preference tuning, each with a recipe of its name in ``recipes/preference``."""
 _ALGORITHMS = {"dapo": "lit_ft.DAPO", "dr_grpo": "lit_ft.DrGRPO", "grpo": "lit_ft.GRPO", "rloo": "lit_ft.RLOO"}
 """Algorithms of policy optimization."""
-_NOT_HERE = {"cpo", "ebft", "gdpo", "gkd", "kto", "ppo", "rm"}
+_NOT_HERE = {"cpo", "ebft", "gdpo", "kto", "ppo", "rm"}
 """What ``stage`` of LLaMA-Factory, ``rl`` of Axolotl and ``rlhf_type`` of ms-swift call training that is not here."""
 _LISTS_OF_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+")
 _FILES_OF_MODELS = {
@@ -297,12 +297,16 @@ def _tuning_by_answers(entries: dict[str, yaml.Node]) -> tuple[dict[str, str], s
         What options stand for in this training, in place of ``OPTIONS``, and what to say of it; empty for other files.
     """
     values = {key: value for key, node in entries.items() if (value := _first_value(node)) not in ("", "~", "null")}
-    known = _OBJECTIVES | _ALGORITHMS.keys() | _NOT_HERE
+    known = _OBJECTIVES | _ALGORITHMS.keys() | _NOT_HERE | {"gkd"}
     key = next((key for key in ("stage", "rl", "rlhf_type") if values.get(key) in known), None)
     asked = values[key] if key is not None else None
     if asked in _NOT_HERE:
         there_are = f"{_THERE_ARE_OBJECTIVES}, {_THERE_ARE_ALGORITHMS}"
         return {}, f"; there is no {key}: {asked} here, {there_are}; {_ADVICE}"
+    # ms-swift calls it grpo where the teacher is the only reward.
+    has_teacher = any(not entries[key].tag.endswith(":null") for key in _OF_DISTILLATION & entries.keys())
+    if asked == "gkd" or (has_teacher and asked not in _OBJECTIVES and not _OF_REWARDS & values.keys()):
+        return _distillation(values, entries.keys(), asked)
     # A file of TRL does not name its trainer.
     if asked in _ALGORITHMS or (asked is None and _OF_POLICIES & entries.keys()):
         name = next((name for name in ("advantage_estimator", "loss_type") if values.get(name, "grpo") != "grpo"), key)
@@ -323,16 +327,62 @@ def _tuning_by_answers(entries: dict[str, yaml.Node]) -> tuple[dict[str, str], s
     return meant, f"; there is no {loss}: {values[loss]} here, {_THERE_ARE_OBJECTIVES}; {_ADVICE}"
 
 
+def _distillation(values: Mapping[str, str], keys: Set[str], asked: str | None) -> tuple[dict[str, str], str]:
+    """What options of distillation stand for, and what to say of it.
+
+    Args:
+        values: scalars of the file and of its sections, by key.
+        keys: all of their keys.
+        asked: training that the file names, if it does.
+    """
+    meant = dict(_MEANT_BY_DISTILLATION)
+    if asked in _ALGORITHMS:  # the teacher is a reward, and beta weighs the divergence from the base model
+        meant["beta"] = "nothing"
+    if "num_generations" in values:
+        meant |= _MEANT_BY_ANSWERS
+    if "lmbda" in values and asked is None:  # of TRL's GKDTrainer, which divides no logits of the loss
+        del meant["temperature"]
+    beta = None if asked in _ALGORITHMS else _number(values.get("beta", values.get("kd_beta")))
+    divergence = {None: "", 0.0: " --model.divergence lit_ft.ForwardKL", 1.0: " --model.divergence lit_ft.ReverseKL"}
+    between = f" --model.divergence lit_ft.JensenShannon --model.divergence.beta {beta}"
+    recipe = "--config recipes/distillation/on_policy.yaml"
+    if _OF_KNOWN_ANSWERS & keys or _number(values.get("lmbda")) == 0:
+        meant["lmbda"] = "nothing"
+        recipe = "--model lit_ft.DistillationLM --model.teacher NAME"
+    return meant, f"; for distillation add {recipe}{divergence.get(beta, between)} (docs/distillation.md)"
+
+
+def _number(text: str | None) -> float | None:
+    """Value of a text that is a number; None for others, and without a text."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+_OF_KNOWN_ANSWERS = {"kd_alpha", "kd_loss", "kd_loss_fn", "kd_ratio", "kd_trainer"}
+"""Options of Axolotl, torchtune and NeMo AutoModel, which train on the answers of the data."""
+_OF_DISTILLATION = {
+    *_OF_KNOWN_ANSWERS,
+    *("lmbda", "teacher_model", "teacher_model_name_or_path", "teacher_model_server", "teacher_model_server_url"),
+}
+"""Options that only distillation has, unless there are rewards too."""
+_OF_REWARDS = {"reward_funcs", "reward_model"}
+_MEANT_BY_DISTILLATION = {
+    "beta": "model.divergence",
+    "kd_ratio": "model.kd_ratio",
+    "num_generations": "model.answers_per_prompt",
+    "temperature": "model.divergence.temperature",
+}
+"""What options stand for in distillation, whose names mean something else in other trainings."""
 _OF_POLICIES = {"num_generations", "reward_funcs"}
 """Options that only policy optimization has."""
-_MEANT_BY_POLICIES = {
-    "beta": "model.kl_weight",
-    "loss_type": "model.algorithm",
-    **dict.fromkeys(
-        ("micro_batch_size", "per_device_train_batch_size"), "data.micro_batch_size times model.answers_per_prompt"
-    ),
-}
-"""What options stand for that mean something else in other trainings; batches count answers, and here prompts."""
+_MEANT_BY_ANSWERS = dict.fromkeys(
+    ("micro_batch_size", "per_device_train_batch_size"), "data.micro_batch_size times model.answers_per_prompt"
+)
+"""Batches count answers, and here prompts."""
+_MEANT_BY_POLICIES = {"beta": "model.kl_weight", "loss_type": "model.algorithm", **_MEANT_BY_ANSWERS}
+"""What options stand for in policy optimization, whose names mean something else in other trainings."""
 _THERE_ARE_OBJECTIVES = f"of preference tuning there are {', '.join(sorted(_OBJECTIVES))} (docs/preferences.md)"
 _THERE_ARE_ALGORITHMS = f"of policy optimization there are {', '.join(sorted(_ALGORITHMS))} (docs/policy.md)"
 _ADVICE = "take one of these, or keep that trainer for this step"

@@ -281,7 +281,7 @@ _CLASSES_BELOW = {
     "model": ("lit_ft.PreferenceLM", "lit_ft.PolicyLM", "lit_ft.DistillationLM", "lit_ft.OnPolicyDistillationLM"),
     "model.algorithm": ("lit_ft.GRPO",),
     "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO"),
-    "model.divergence": ("lit_ft.JensenShannon",),
+    "model.divergence": ("lit_ft.ForwardKL", "lit_ft.JensenShannon"),
     "model.rewards": ("lit_ft.Matches", "lit_ft.OverlongPenalty"),
     "model.token_weights": ("lit_ft.DFT",),
 }
@@ -351,12 +351,13 @@ def _option_without_class(message: str, key: str) -> str | None:
     return _needs_class(given[1], key) if is_type and given is not None else None
 
 
-def _objective_without_class(message: str, key: str) -> str | None:
-    """Options of an objective where the recipe names none: the class of the option is abstract."""
-    if not re.search("objective: (Expected an instantiatable class|Not a valid subclass of Objective)", message):
+def _abstract_without_class(message: str, key: str) -> str | None:
+    """Options of an objective or a divergence where the recipe names none: the class of the option is abstract."""
+    refused = "(Expected an instantiatable class|Not a valid subclass of (Objective|Divergence))"
+    if (part := re.search(f"(objective|divergence): {refused}", message)) is None:
         return None
-    option = re.search(r"'objective(?:\.|': \{|', val=\{)'?(?:init_args(?:\.|': \{'))?(\w+)'", message)
-    return _needs_class(option[1], "model.objective") if option else None
+    option = re.search(rf"'{part[1]}(?:\.|': \{{|', val=\{{)'?(?:init_args(?:\.|': \{{'))?(\w+)'", message)
+    return _needs_class(option[1], f"model.{part[1]}") if option else None
 
 
 def _no_class(message: str, key: str) -> str | None:
@@ -374,10 +375,12 @@ def _class_of_another_kind(message: str, key: str) -> str | None:
     if key not in (takes := {**EXAMPLES, **_EXAMPLES_OF_SECTIONS}):
         return None
     example, modules = takes[key]
-    # Options of an objective without its class are explained above, from the message about the whole model.
-    if (base := re.search(r"instantiatable class, but [\w.]*\.(?!Objective)(\w+) is abstract", message)) is not None:
+    # Options of an objective or a divergence without its class are explained above, from the message about the model.
+    unnamed = re.search(r"instantiatable class, but [\w.]*\.(?!Objective|Divergence)(\w+) is abstract", message)
+    if unnamed is not None:
         return (
-            f"no class is named, and {base[1]} is abstract; write class_path, e.g. {example}, and options in init_args"
+            f"no class is named, and {unnamed[1]} is abstract; write class_path, e.g. {example}, and options in "
+            "init_args"
         )
     if (given := _GIVEN_CLASS.search(message)) is None:
         return None
@@ -506,7 +509,7 @@ _REASONS_OF_VALUES: tuple[Callable[[str, str], str | None], ...] = (
     _section_as_value,
     _no_section,
     _option_without_class,
-    _objective_without_class,
+    _abstract_without_class,
     _no_class,
     _class_of_another_kind,
     _function_as_class,

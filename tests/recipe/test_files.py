@@ -184,6 +184,77 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "rloo "
         "(docs/policy.md); take one of these",
     ),
+    "GKD of TRL, whose files do not name the trainer": (
+        "gkd.yaml",
+        "model_name_or_path: x\nteacher_model_name_or_path: y\nlmbda: 1\nbeta: 0.5\ntemperature: 0.9\nseq_kd: false\n",
+        "teacher_model_name_or_path = model.teacher of lit_ft.DistillationLM, lmbda = model.on_policy of lit_ft.On"
+        "PolicyDistillationLM, beta = model.divergence; leave out seq_kd, temperature; for distillation add --config "
+        "recipes/distillation/on_policy.yaml --model.divergence lit_ft.JensenShannon --model.divergence.beta 0.5",
+    ),
+    "TRL's other trainer of distillation, whose batches count answers": (
+        "distillation.yaml",
+        "model_name_or_path: x\nteacher_model_name_or_path: y\nnum_generations: 4\nbeta: 1.0\ntemperature: 2.0\n"
+        "per_device_train_batch_size: 8\n",
+        "num_generations = model.answers_per_prompt, per_device_train_batch_size = data.micro_batch_size times model."
+        "answers_per_prompt, temperature = model.divergence.temperature, beta = model.divergence; for distillation add "
+        "--config recipes/distillation/on_policy.yaml --model.divergence lit_ft.ReverseKL (docs/distillation.md)",
+    ),
+    "GKD of ms-swift": (
+        "gkd.yaml",
+        "model: x\nrlhf_type: gkd\nteacher_model: y\nsft_alpha: 0.1\ntemperature: 1.0\ngkd_logits_topk: 64\n",
+        "sft_alpha = model.kd_ratio of lit_ft.DistillationLM, temperature = model.divergence.temperature, model = "
+        "model.pretrained; leave out rlhf_type, gkd_logits_topk; for distillation add --config recipes/distillation/"
+        "on_policy.yaml (docs/distillation.md)",
+    ),
+    "GKD of ms-swift on the answers of the data": (
+        "gkd.yaml",
+        "model: x\nrlhf_type: gkd\nteacher_model: y\nlmbda: 0\nbeta: 0\n",
+        "; leave out rlhf_type, lmbda; for distillation add --model lit_ft.DistillationLM --model.teacher NAME "
+        "--model.divergence lit_ft.ForwardKL (docs/distillation.md)",
+    ),
+    "GRPO of ms-swift whose only reward is a teacher": (
+        "opd.yaml",
+        "model: x\nrlhf_type: grpo\nteacher_model: y\nteacher_kl_coef: 1.0\nbeta: 0.0\nreward_funcs: null\n",
+        "leave out rlhf_type, teacher_kl_coef, beta; for distillation add --config recipes/distillation/on_policy.yaml "
+        "(docs/distillation.md)",
+    ),
+    "GRPO of ms-swift with a teacher beside its rewards": (
+        "grpo.yaml",
+        "model: x\nrlhf_type: grpo\nteacher_model: y\nreward_funcs: [accuracy]\nbeta: 0.0\n",
+        "; for policy optimization add --config recipes/policy/grpo.yaml (docs/policy.md)",
+    ),
+    "DPO of ms-swift, which ignores a teacher": (
+        "dpo.yaml",
+        "model: x\nrlhf_type: dpo\nteacher_model: y\nlearning_rate: 1.0e-6\n",
+        "; for preference tuning add --config recipes/preference/dpo.yaml",
+    ),
+    "GRPO of ms-swift without a teacher": (
+        "grpo.yaml",
+        "model: x\nrlhf_type: grpo\nteacher_model: null\nlearning_rate: 1.0e-6\n",
+        "; for policy optimization add --config recipes/policy/grpo.yaml (docs/policy.md)",
+    ),
+    "distillation of Axolotl": (
+        "kd.yaml",
+        "base_model: x\nkd_trainer: true\nkd_ce_alpha: 0.1\nkd_alpha: 0.9\nkd_temperature: 2.0\nkd_beta: 0.3\n",
+        "kd_temperature = model.divergence.temperature of lit_ft.DistillationLM, kd_beta = model.divergence of lit_ft."
+        "DistillationLM; for distillation add --model lit_ft.DistillationLM --model.teacher NAME --model.divergence "
+        "lit_ft.JensenShannon --model.divergence.beta 0.3 (docs/distillation.md)",
+    ),
+    "distillation of torchtune": (
+        "kd.yaml",
+        "model: {_component_: torchtune.models.qwen2.lora_qwen2_0_5b}\nkd_loss: {_component_: torchtune.A}\n"
+        "teacher_model: {_component_: torchtune.models.qwen2.qwen2_1_5b}\n",
+        "Here kd_loss = model.divergence of lit_ft.DistillationLM, teacher_model = model.teacher of lit_ft."
+        "DistillationLM, _component_ = class_path; for distillation add --model "
+        "lit_ft.DistillationLM --model.teacher NAME (docs/distillation.md)",
+    ),
+    "distillation of NeMo AutoModel": (
+        "kd.yaml",
+        "model: {_target_: nemo.Model}\nteacher_model: {_target_: nemo.Model}\nkd_ratio: 0.5\nseparate_meshes: true\n"
+        "kd_loss_fn: {_target_: nemo.KDLoss, temperature: 2.0}\n",
+        "_target_ = class_path, temperature = model.divergence.temperature, kd_ratio = model.kd_ratio; leave out "
+        "separate_meshes; for distillation add --model lit_ft.DistillationLM --model.teacher NAME (docs/",
+    ),
     "an objective's beta in a file of TRL": (
         "dpo.yaml",
         "model_name_or_path: x\ndataset_name: y\nlearning_rate: 1.0e-6\nbeta: 0.1\n",

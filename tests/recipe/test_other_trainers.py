@@ -7,7 +7,17 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lit_ft import DPO, GRPO, PolicyLM, PreferenceLM, TextDataModule, schedules
+from lit_ft import (
+    DPO,
+    GRPO,
+    DistillationLM,
+    JensenShannon,
+    OnPolicyDistillationLM,
+    PolicyLM,
+    PreferenceLM,
+    TextDataModule,
+    schedules,
+)
 from lit_ft.recipe.other_trainers import CLASSES, OPTIONS
 from lit_ft.recipe.parse_errors import options_of_class
 
@@ -15,7 +25,8 @@ SECTIONS = {
     "model.peft": [peft.LoraConfig],
     "model.algorithm": [GRPO],
     "model.objective": [DPO],
-    "model": [PreferenceLM, PolicyLM],
+    "model.divergence": [JensenShannon],
+    "model": [PreferenceLM, PolicyLM, DistillationLM, OnPolicyDistillationLM],
     "data": [TextDataModule],
     "trainer": [Trainer],
     "optimizer": [torch.optim.AdamW],

@@ -101,7 +101,17 @@ TYPED: dict[str, str] = {
     "fit --model lit_ft.PolicyLM --model.algorithm grpo": "'grpo' is no class path; write lit_ft.GRPO",
     "fit --model lit_ft.PolicyLM --model.rewards '[soft_overlong]'": "is no class path; write lit_ft.OverlongPenalty",
     "fit --model lit_ft.PolicyLM --model.rewards '[{pattern: x}]'": "no class is named, and Reward is abstract; write",
-    "fit --rlhf_type dpo": "; leave it out: supervised training, or recipes/preference for dpo, ipo, orpo and simpo",
+    "fit --lmbda 1": "here it is model.on_policy of lit_ft.OnPolicyDistillationLM (0: lit_ft.DistillationLM)",
+    "fit --sft_alpha 1": "here it is model.kd_ratio of lit_ft.DistillationLM (1 / (1 + sft_alpha))",
+    "fit --kd_ratio 0.5": "unknown option 'kd_ratio'; it is an option of lit_ft.DistillationLM, a class for model",
+    "fit --model lit_ft.DistillationLM --model.on_policy 1": "it is an option of lit_ft.OnPolicyDistillationLM",
+    "fit --model lit_ft.DistillationLM --model.temperature 2": "(of a divergence: model.divergence.temperature)",
+    "fit --model lit_ft.DistillationLM --model.divergence jsd": "'jsd' is no class path; write lit_ft.JensenShannon",
+    "fit --model lit_ft.DistillationLM --model.divergence lit_ft.DPO": "lit_ft.DPO is no Divergence; name a class that",
+    "fit --model lit_ft.DistillationLM --model.divergence.beta 1": "none is named before it; write --model.divergence "
+    "lit_ft.JensenShannon, in a recipe divergence: {class_path: lit_ft.JensenShannon, init_args: {beta: ...}}",
+    "fit --model lit_ft.DistillationLM --model.divergence '{temperature: 2}'": "write --model.divergence lit_ft.Forw",
+    "fit --rlhf_type dpo": "; leave it out: supervised training, or a recipe of preference, policy or distillation",
     "fit --model.objective lit_ft.DPO": "it is an option of lit_ft.PreferenceLM, a class for model",
     "fit --model lit_ft.PreferenceLM --model.objective dpo": "'dpo' is no class path; write lit_ft.DPO",
     "fit --model lit_ft.PreferenceLM --model.objective.beta 1": "none is named before it; write --model.objective "
