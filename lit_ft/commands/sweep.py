@@ -29,7 +29,7 @@ from lit_ft.training.answer_scores.exact_match import ExactMatch
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.metrics import metric_names
 
-_LOWER = ("loss", "perplexity", "cross_entropy", "seconds", "gib")
+_LOWER = ("loss", "perplexity", "cross_entropy", "divergence", "seconds", "gib")
 _HIGHER = (
     *("accuracy", "exact_match", "rouge1", "rouge2", "rougeL", "bleu", "per_second", "mfu"),
     *("reward_margin", "reward_chosen", "log_prob_chosen"),
@@ -126,8 +126,23 @@ def _check_comparable(variations: list[Variation], metric: str) -> None:
                 f"--metric {metric} with --vary {variation.key}: each trial has a training loss of its own, which do "
                 "not compare; add --metric val/loss, which is without weights"
             )
+        of_teacher = re.match(r"model\.(divergence|kd_ratio|on_policy|teacher)\b", option)
+        if of_teacher is not None and metric.startswith(_CHANGED_BY[of_teacher[1]]):
+            raise RecipeError(
+                f"--metric {metric} with --vary {variation.key}: each trial measures another divergence, or on other "
+                "answers, which do not compare; add --metric val/loss, which is that of known answers, or "
+                "val/exact_match"
+            )
 
 
+_OF_TEACHER = ("train/loss", "train/divergence", "val/divergence")
+_CHANGED_BY = {
+    "divergence": _OF_TEACHER,
+    "kd_ratio": ("train/loss",),
+    "on_policy": ("train/loss", "train/divergence"),
+    "teacher": _OF_TEACHER,
+}
+"""Metrics of distillation that mean something else where an option has another value."""
 Propose = Callable[[list[Trial], Goal, int], dict[str, str]]
 """Values of the next trial, from the earlier ones, what they are compared by, and the seed of the recipe."""
 

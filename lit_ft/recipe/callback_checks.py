@@ -158,6 +158,7 @@ _BETTER = {
     "loss": "min",
     "perplexity": "min",
     "cross_entropy": "min",
+    "divergence": "min",
     "token_accuracy": "max",
     "reward": "max",
     "rewards": "max",

@@ -141,6 +141,14 @@ def test_a_search_depends_on_earlier_results_alone(tmp_path: Path, sweep: list[s
             ["--vary", "model.token_weights=null,lit_ft.DFT", "--metric", "train/loss"],
             "a training loss of its own, which do not compare; add --metric val/loss",
         ),
+        (
+            ["--vary", "model.init_args.kd_ratio=0.5,1.0", "--metric", "train/loss"],
+            "each trial measures another divergence, or on other answers, which do not compare; add --metric val/loss",
+        ),
+        (
+            ["--vary", "model.divergence=lit_ft.ForwardKL,lit_ft.ReverseKL", "--metric", "val/divergence"],
+            "each trial measures another divergence, or on other answers",
+        ),
         (["--vary", "optimizer.lr=[1e-4,1e-3"], "the values must be YAML"),
     ],
     ids=lambda value: " ".join(value)[-50:] if isinstance(value, list) else None,

@@ -107,7 +107,7 @@ TYPED: dict[str, str] = {
     "fit --model lit_ft.DistillationLM --model.on_policy 1": "it is an option of lit_ft.OnPolicyDistillationLM",
     "fit --model lit_ft.DistillationLM --model.temperature 2": "(of a divergence: model.divergence.temperature)",
     "fit --model lit_ft.DistillationLM --model.divergence jsd": "'jsd' is no class path; write lit_ft.JensenShannon",
-    "fit --model lit_ft.DistillationLM --model.divergence lit_ft.DPO": "lit_ft.DPO is no Divergence; name a class that",
+    "fit --model lit_ft.DistillationLM --model.divergence lit_ft.DPO": "lit_ft.DPO is no Divergence; take lit_ft.For",
     "fit --model lit_ft.DistillationLM --model.divergence.beta 1": "none is named before it; write --model.divergence "
     "lit_ft.JensenShannon, in a recipe divergence: {class_path: lit_ft.JensenShannon, init_args: {beta: ...}}",
     "fit --model lit_ft.DistillationLM --model.divergence '{temperature: 2}'": "write --model.divergence lit_ft.Forw",
