@@ -44,6 +44,7 @@ def test_pages_in_chinese() -> None:
     assert [path.name for path in CHINESE] == [
         "README.zh-CN.md",
         "data.zh-CN.md",
+        "distillation.zh-CN.md",
         "methods.zh-CN.md",
         "migration.zh-CN.md",
         "policy.zh-CN.md",
