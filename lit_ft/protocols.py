@@ -213,8 +213,8 @@ class LearnsFromTeacher(Protocol):
             RecipeError: its config, weight files or tokenizer do not fit.
         """
 
-    def teacher_bytes(self) -> int:
-        """Bytes of the other model's weights, which each rank holds beside its own; as if they were not quantized."""
+    def teacher_bytes(self, ranks: int) -> int:
+        """Bytes of the other model's weights on each of some ranks, beside its own; as if they were not quantized."""
 
     def describe_objective(self) -> str:
         """Text on which answers train it, and by which teacher."""

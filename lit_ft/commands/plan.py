@@ -133,8 +133,8 @@ class PlanCLI(RecipeCLI):
                 "(with gradient_checkpointing in one at a time)"
             )
         if isinstance(self.model, LearnsFromTeacher):
-            of_teacher = self.model.teacher_bytes()
-            print(f"the teacher is whole on each rank, {of_teacher / MIB:,.1f} MiB of weights more")
+            of_teacher = self.model.teacher_bytes(self.trainer.world_size)
+            print(f"the teacher has {of_teacher / MIB:,.1f} MiB of weights more on each rank")
             memory = [replace(of_rank, weights=of_rank.weights + of_teacher) for of_rank in memory]
         if self.picture is not None:
             self._draw(strategy)

@@ -238,8 +238,12 @@ def test_a_teacher_is_on_each_rank(recipe: str, model_folder: str, capsys: pytes
     capsys.readouterr()
     plan(*alone, *memory, "--model", "lit_ft.DistillationLM", "--model.teacher", model_folder)
     *_, said, result = capsys.readouterr().out.splitlines()
-    assert said == f"the teacher is whole on each rank, {of_teacher:,.1f} MiB of weights more"
+    assert said == f"the teacher has {of_teacher:,.1f} MiB of weights more on each rank"
     assert result.startswith("does not fit")
+    taught = ["--model", "lit_ft.DistillationLM", "--model.teacher", model_folder, "--model.shard_teacher", "true"]
+    plan(*alone[:2], "--trainer.strategy", "ddp", "--devices", "4", "--num_nodes", "1", *taught)
+    shared = 4 * sum(p.numel() for p in tiny_qwen2()[0].model.layers.parameters()) / MIB
+    assert f"the teacher has {of_teacher - shared * 3 / 4:,.1f} MiB" in capsys.readouterr().out
 
 
 @pytest.mark.processes

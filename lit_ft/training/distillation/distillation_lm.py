@@ -42,19 +42,22 @@ class DistillationLM(CausalLM):
         kd_ratio: float = 1.0,
         teacher_dtype: Dtype = "auto",
         teacher_quantization: QuantizationConfigMixin | None = None,
+        shard_teacher: bool = False,
         **kwargs: Any,
     ) -> None:
         """Say what is trained, by which teacher.
 
         Args:
             pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
-            teacher: model whose probabilities are learned, a hub id or a folder, with the same tokenizer. It is whole
-                on each rank, is not trained, and is in no checkpoint.
+            teacher: model whose probabilities are learned, a hub id or a folder, with the same tokenizer. It is not
+                trained, and is in no checkpoint.
             divergence: from the teacher, by class_path: lit_ft.ForwardKL, lit_ft.ReverseKL, lit_ft.JensenShannon, or
                 your own lit_ft.training.distillation.divergences.Divergence. null is ForwardKL.
             kd_ratio: part of the divergence in the loss, above 0, up to 1; the rest is the answers' cross-entropy.
             teacher_dtype: of the teacher's weights; auto is what its config says.
             teacher_quantization: quantize the teacher while reading it, a transformers config by class_path.
+            shard_teacher: let all ranks share the teacher's layers, each of which is gathered when it computes (FSDP);
+                false leaves it whole on each rank, which is faster where it fits.
             **kwargs: the other options of ``CausalLM``.
         """
         teacher_dtype = dtype_name(teacher_dtype)
@@ -78,7 +81,8 @@ class DistillationLM(CausalLM):
         self.divergence, self.kd_ratio = divergence or self._default_divergence(), kd_ratio
         check_divergence(self.divergence)
         name = os.path.expanduser(teacher)
-        self.teacher = Teacher(ModelSpec(name, name, dtype=teacher_dtype, quantization=teacher_quantization))
+        of_teacher = ModelSpec(name, name, dtype=teacher_dtype, quantization=teacher_quantization)
+        self.teacher = Teacher(of_teacher, shard_teacher)
         self._is_teacher_checked = False
         if kd_ratio < 1:
             self.measured = (*self.measured, *self.measured_of_known)
@@ -96,9 +100,9 @@ class DistillationLM(CausalLM):
         self.teacher.check(self.tokenizer)
         self._is_teacher_checked = True
 
-    def teacher_bytes(self) -> int:
-        """Bytes of the teacher's weights; see ``LearnsFromTeacher``."""
-        return self.teacher.weight_bytes()
+    def teacher_bytes(self, ranks: int) -> int:
+        """Bytes of the teacher's weights on each of some ranks; see ``LearnsFromTeacher``."""
+        return self.teacher.weight_bytes(ranks)
 
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples of more tokens than one of the models has positions; see ``LimitsLengths``."""

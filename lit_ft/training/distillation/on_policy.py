@@ -70,8 +70,8 @@ class OnPolicyDistillationLM(RewardedAnswersModule, DistillationLM):
 
         Args:
             pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
-            teacher: model whose probabilities are learned, a hub id or a folder, with the same tokenizer. It is whole
-                on each rank, is not trained, and is in no checkpoint.
+            teacher: model whose probabilities are learned, a hub id or a folder, with the same tokenizer. It is not
+                trained, and is in no checkpoint.
             divergence: from the teacher, by class_path: lit_ft.ForwardKL, lit_ft.ReverseKL, lit_ft.JensenShannon, or
                 your own lit_ft.training.distillation.divergences.Divergence. null is ReverseKL.
             on_policy: share of optimizer steps that train on the student's answers, above 0, up to 1, evenly spread;

@@ -1,13 +1,21 @@
 """The model whose probabilities another one learns: read once, never trained, in no checkpoint."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.model import quantization
 from lit_ft.model.config.positions import check_positions
+from lit_ft.model.files import deferred_cast
+from lit_ft.model.loading import decoder_layers
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.training.loss.packed_forward import PackedForward
@@ -15,15 +23,19 @@ from lit_ft.training.spec import prepare_for_packed_batches
 
 
 class Teacher:
-    """Frozen causal language model beside the one that trains, whole on each rank."""
+    """Frozen causal language model beside the one that trains."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, is_sharded: bool = False) -> None:
         """Say which model; weights are read by ``load``.
+
+        Args:
+            spec: the model.
+            is_sharded: whether all ranks of the run share its layers; otherwise each of them holds it whole.
 
         Raises:
             RecipeError: it is to be quantized in a way that does not work.
         """
-        self.spec = spec
+        self.spec, self.is_sharded = spec, is_sharded
         if spec.quantization is not None:
             with option_called("model.quantization", "model.teacher_quantization"):
                 quantization.check_method(spec.quantization)
@@ -41,12 +53,19 @@ class Teacher:
         """
         with option_called("model.pretrained", "model.teacher"):
             self.spec.skeleton()
+            if self.is_sharded and self.spec.is_quantized:
+                raise RecipeError(
+                    f"model.shard_teacher=true with a quantized teacher ({self.spec.pretrained!r}): packed weights are "
+                    "not sharded; set it to false, or leave model.teacher_quantization out"
+                )
             self._tokens = shared_tokens(tokenizer, self.spec.tokenizer, self.spec.pretrained)
 
-    def weight_bytes(self) -> int:
-        """Bytes of its weights, as if they were not quantized."""
+    def weight_bytes(self, ranks: int) -> int:
+        """Bytes of its weights on each of some ranks, as if they were not quantized."""
         with option_called("model.pretrained", "model.teacher"):
-            return sum(weight.numel() * weight.element_size() for weight in self.spec.skeleton().parameters())
+            model = self.spec.skeleton()
+        layers, whole = (_bytes_of(parts) for parts in (decoder_layers(model), [model]))
+        return whole - layers + layers // ranks if self.is_sharded else whole
 
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples of more tokens than the teacher has positions."""
@@ -59,18 +78,23 @@ class Teacher:
         """Read the weights, unless they are read."""
         if self._forward is None:
             with option_called("model.pretrained", "model.teacher"), torch.random.fork_rng(devices=[]):
-                model = self.spec.build()
+                shards = self.is_sharded and dist.is_initialized()
+                with deferred_cast.casting_later() if shards else nullcontext():
+                    model = self.spec.build()
             prepare_for_packed_batches(model)
-            model.requires_grad_(False).eval().to(device)
-            count = sum(p.numel() for p in model.parameters())
-            rank_zero_info(f"teacher: {self.spec.pretrained}, {count:,} parameters, whole on each rank")
+            model.requires_grad_(False).eval()
+            count, where = sum(p.numel() for p in model.parameters()), "whole on each rank"
+            if shards:
+                where = f"its layers shared by {_shard(model, device)} ranks"
+            model.to(device)
+            rank_zero_info(f"teacher: {self.spec.pretrained}, {count:,} parameters, {where}")
             self._forward = PackedForward(model)
 
     @torch.no_grad()
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """Final hidden states that predict a batch's n targets, ``(n, H)``."""
+        """Final hidden states that predict a batch's n targets, ``(n, H)``; a collective where ranks share layers."""
         assert self._forward is not None, "the teacher is loaded"
-        if not batch["targets"].numel():
+        if not batch["segment_lengths"] or not (self.is_sharded or batch["targets"].numel()):
             return torch.zeros(0, self.spec.config.get_text_config().hidden_size, device=batch["targets"].device)
         with torch.autocast(batch["targets"].device.type, enabled=False):
             return self._forward.hidden_states(batch)[0].index_select(0, batch["predict_at"])
@@ -81,6 +105,21 @@ class Teacher:
         assert self._forward is not None, "the teacher is loaded"
         with torch.autocast(hidden.device.type, enabled=False):
             return self._forward.head(hidden)[:, : self._tokens]
+
+
+def _bytes_of(modules: Sequence[nn.Module]) -> int:
+    weights = (weight for module in modules for weight in module.parameters())
+    return sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+def _shard(model: PreTrainedModel, device: torch.device) -> int:
+    """Shard a model's decoder layers over all ranks, in place; embeddings and head stay whole. Returns their number."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in decoder_layers(model):
+        deferred_cast.cast(layer)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    deferred_cast.cast(model)
+    return mesh.size()
 
 
 def shared_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> int:

@@ -319,6 +319,13 @@ def test_another_tokenizer_is_refused(make_trainer: Any, folders: tuple[str, str
         small.check_teacher()
 
 
+def test_a_quantized_teacher_is_not_sharded(folders: tuple[str, str]) -> None:
+    packed = BitsAndBytesConfig(load_in_4bit=True)
+    module = DistillationLM(folders[0], teacher=folders[1], teacher_quantization=packed, shard_teacher=True)
+    with pytest.raises(RecipeError, match="model.shard_teacher=true with a quantized teacher .*; set it to false"):
+        module.check_teacher()
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

@@ -61,6 +61,35 @@ def test_same_numbers(
         assert_same_runs((steps, means, weights), kept[way], 2e-5)
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero3", "cp2 x pp2"])
+def test_ranks_that_share_the_teacher(
+    make_trainer: Any,
+    folders: tuple[str, str],
+    questions: str,
+    kept: dict[str, Any],
+    live_ranks: LiveRanks,
+    name: str,
+) -> None:
+    way = "answers of the data"
+    if way not in kept:
+        kept[way] = fit(make_trainer, folders, questions, WAYS[way])
+    how = {**WAYS[way], "model": {**WAYS[way]["model"], "shard_teacher": True}}
+    ranks = live_ranks(STRATEGIES[name][1], _fit, make_trainer, folders, questions, how, name, timeout=100)
+    assert_same_runs(ranks[0], kept[way], 2e-5)
+
+
+@pytest.mark.parametrize("way", ["answers of the data", "own answers"])
+def test_a_rank_without_a_sample_gathers_the_layers_of_the_teacher(
+    make_trainer: Any, folders: tuple[str, str], questions: str, live_ranks: LiveRanks, way: str
+) -> None:
+    """Under DDP, where its student computes nothing that others wait for."""
+    three = str(Path(questions).with_name("val.json"))
+    model = {**WAYS[way]["model"], "shard_teacher": True}
+    how = {"model": model, "data": {"micro_batch_size": 1, "val_path": three}}
+    one = fit(make_trainer, folders, three, how)
+    assert_same_runs(live_ranks(2, _fit, make_trainer, folders, three, how, "ddp", timeout=60)[0], one, 2e-5)
+
+
 @pytest.mark.parametrize("name", ["fsdp", "zero3"])
 @pytest.mark.parametrize("way", ["answers of the data", "own answers"])
 def test_a_rank_without_a_sample_computes_what_others_wait_for(
