@@ -468,7 +468,7 @@ OPTIONS = {
     "scale_rewards": "model.algorithm.scale_rewards of lit_ft.GRPO",
     "sdp_attention": "nothing: attention over packed batches is chosen by the device",
     "seed": "seed_everything",
-    "separate_meshes": "model.shard_teacher (true shares its layers)",
+    "separate_meshes": "nothing: the teacher is on the ranks that train (model.shard_teacher lets them share it)",
     "seq_kd": "nothing: predict writes answers of the teacher, for model.class_path lit_ft.DistillationLM",
     "seq_len": "data.max_length",
     "seq_length": "data.max_length",
