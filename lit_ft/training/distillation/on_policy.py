@@ -145,7 +145,7 @@ class OnPolicyDistillationLM(RewardedAnswersModule, DistillationLM):
 
     def describe_policy(self) -> str:
         """Text on how many answers train it; see ``SamplesAnswers``."""
-        steps = "" if self.on_policy == 1 else f" in {self.on_policy:.0%} of the steps"
+        steps = "" if self.on_policy == 1 else f" in {100 * self.on_policy:g}% of the steps"
         return f"{as_count(self.answers_per_prompt, 'answer')} of its own to each prompt{steps}"
 
     def describe_objective(self) -> str:

@@ -28,7 +28,7 @@ class TeacherLoss(LossOfLogits):
 
     def __init__(self, teacher: Teacher, hidden: Tensor, divergence: Divergence, ratio: float) -> None:
         self.teacher, self.hidden, self.divergence, self.ratio = teacher, hidden, divergence, ratio
-        self.total = torch.zeros((), device=hidden.device)
+        self.total = torch.zeros((), dtype=torch.float32, device=hidden.device)  # the default dtype may be bf16
         """Divergence summed over the tokens that were computed, fp32."""
 
     def of_chunk(self, chunk: slice) -> FromLogits:

@@ -284,7 +284,8 @@ def test_precision_leaves_the_teacher_alone(
     for chosen in ("32-true", precision):
         how = {"model": {"divergence": Watched()}, "trainer": {"max_steps": 1, "precision": chosen}}
         seen.clear()
-        steps, _, _ = fit(make_trainer, folders, questions, {**how, "data": {"val_path": None}})
+        steps, means, _ = fit(make_trainer, folders, questions, {**how, "data": {"val_path": None}})
+        assert means[0]["train/divergence"] == pytest.approx(steps[0][0], rel=1e-6)  # summed in fp32
         of_teacher.append(seen[3:])  # after the tries
         assert torch.isfinite(torch.tensor(steps)).all()
     for plain, cast in zip(*of_teacher, strict=True):
