@@ -47,6 +47,16 @@ def write_weights(folder: Path, options: argparse.Namespace) -> tuple[Path, Path
     return model, adapter, rows
 
 
+def write_conversations(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Write alpaca-style rows as conversations of two messages."""
+    asked = [(f"{one['instruction']}\n{one.get('input') or ''}", one["output"]) for one in rows]
+    conversations = [
+        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+        for prompt, answer in asked
+    ]
+    path.write_text(json.dumps(conversations), encoding="utf-8")
+
+
 def run_rounds(
     contestants: Sequence[Contestant], job: Job, given: Mapping[str, Any], options: argparse.Namespace, logs: Path
 ) -> dict[str, list[Run]]:
@@ -95,6 +105,16 @@ def processor_seconds_of(run: Run) -> float:
 def middle_and_half_range(values: Sequence[float]) -> tuple[float, float]:
     """Median, and half of the difference between the largest and the smallest value."""
     return statistics.median(values), (max(values) - min(values)) / 2
+
+
+def times_of(runs: Sequence[Run], first: Sequence[Run]) -> str:
+    """Cells of a table: seconds of a step and its multiple of that of ``first``, by the clock and of the processor."""
+    steps, cells = len(runs[0]["losses"]), []
+    for of in (seconds_of, processor_seconds_of):
+        middle, spread = middle_and_half_range([of(one) / steps for one in runs])
+        compared = float("nan") if error_of(first) else statistics.median(of(one) / steps for one in first)
+        cells.append(f"{middle:.2f} (+-{spread:.2f}) | {middle / compared:.2f}x")
+    return " | ".join(cells)
 
 
 def peak_of(runs: Sequence[Run]) -> str:

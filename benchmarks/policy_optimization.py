@@ -14,7 +14,6 @@ less on them.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -22,12 +21,12 @@ from pathlib import Path
 from benchmarks.beside_trl import (
     chosen_of,
     error_of,
-    middle_and_half_range,
     parser_of,
     peak_of,
-    processor_seconds_of,
     run_rounds,
     seconds_of,
+    times_of,
+    write_conversations,
     write_weights,
 )
 from benchmarks.compare import environment
@@ -48,13 +47,8 @@ HEAD = (
 def prepare(folder: Path, options: argparse.Namespace) -> Job:
     """Write the model, its adapter and the prompts."""
     model, _, rows = write_weights(folder, options)
-    asked = [(f"{one['instruction']}\n{one.get('input') or ''}", one["output"]) for one in rows[: options.prompts]]
-    conversations = [
-        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
-        for prompt, answer in asked
-    ]
     path = folder / "prompts.json"
-    path.write_text(json.dumps(conversations), encoding="utf-8")
+    write_conversations(path, rows[: options.prompts])
     size = options.micro_batch_size
     return Job(str(model), str(path), size, options.accumulate, options.device, options.max_length)
 
@@ -63,15 +57,11 @@ def row_of(name: str, runs: list[Run], first: list[Run]) -> str:
     """Row of the table; ``first`` are the runs of the contestant that others are compared with."""
     if error := error_of(runs):
         return f"| {name} | {error} |{' |' * 7}"
-    steps, times = len(runs[0]["losses"]), []
-    for of in (seconds_of, processor_seconds_of):
-        middle, spread = middle_and_half_range([of(one) / steps for one in runs])
-        compared = float("nan") if error_of(first) else statistics.median(of(one) / steps for one in first)
-        times.append(f"{middle:.2f} (+-{spread:.2f}) | {middle / compared:.2f}x")
+    steps = len(runs[0]["losses"])
     rate = statistics.median(sum(one["tokens"]) / seconds_of(one) for one in runs)
     quarter = max(steps // 4, 1)
     begins, ends = (statistics.mean(runs[0]["rewards"][part]) for part in (slice(quarter), slice(-quarter, None)))
-    return f"| {name} | {' | '.join(times)} | {rate:.0f} | {peak_of(runs)} | {begins:.3f} | {ends:.3f} |"
+    return f"| {name} | {times_of(runs, first)} | {rate:.0f} | {peak_of(runs)} | {begins:.3f} | {ends:.3f} |"
 
 
 def main(arguments: list[str] | None = None) -> None:
