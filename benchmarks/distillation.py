@@ -16,6 +16,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from benchmarks.beside_trl import (
     chosen_of,
     error_of,
@@ -48,6 +50,11 @@ def prepare(folder: Path, options: argparse.Namespace) -> Job:
     shape = SHAPES[options.shape]
     deeper = {**shape, "num_hidden_layers": 2 * shape["num_hidden_layers"]}
     write_model(folder / "teacher", deeper, texts_of(rows), options.device)
+    # All embeddings have tokens, as nearly all of real models do: lit_ft compares the probabilities of tokens alone.
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"<|unused_{number}|>" for number in range(shape["vocab_size"] - len(tokenizer))])
+    for one in (model, folder / "teacher"):
+        tokenizer.save_pretrained(one)
     path = folder / "rows.json"
     write_conversations(path, rows[: options.samples])
     return Job(str(model), str(path), options.micro_batch_size, options.accumulate, options.device, options.max_length)
