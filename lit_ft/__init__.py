@@ -3,8 +3,9 @@
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
 mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on pairs of answers by an objective (``DPO``, ``IPO``,
 ``SimPO``, ``ORPO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``, ``DAPO``, ``RLOO``)
-and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``), ``ExactMatch`` and
-``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers,
+and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``), ``DistillationLM``
+and ``OnPolicyDistillationLM`` on a teacher's probabilities, by a divergence (``ForwardKL``, ``ReverseKL``,
+``JensenShannon``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers,
 ``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a
 user can correct. LoRA::
 
