@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import seed_everything
 
 from benchmarks.peers.job import Job, Measured, serve
@@ -27,6 +28,8 @@ def run(job: Job) -> Measured:
         module: DistillationLM = OnPolicyDistillationLM(job.model, max_new_tokens=new_tokens, **options)
     else:
         module = DistillationLM(job.model, **options)
+    module.check_teacher()
+    module.teacher.load(torch.device(job.device))  # as TRL, before the clock runs
     return fit(job, module, data_of(job, format="messages"), ClockFromBeginning(Measured()))
 
 
