@@ -1,6 +1,6 @@
 """Comparison of fits under a strategy with a fit in one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,22 @@ class Record(Callback):
         self.steps.append((float(metrics["train/loss"]), float(metrics["train/grad_norm"])))
         if trainer.global_step == self.save_after:
             trainer.save_checkpoint(self.path)
+
+
+class RecordMeans(Record):
+    """Record that keeps what else each step measures, by the names of metrics."""
+
+    def __init__(self, measured: Sequence[str], save_after: int | None, path: str | None) -> None:
+        super().__init__(save_after, path)
+        self.measured = measured
+        self.means: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        count = len(self.steps)
+        super().on_train_batch_end(trainer)
+        if len(self.steps) > count:
+            found = trainer.callback_metrics
+            self.means.append({name: float(found[name]) for name in self.measured if name in found})
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

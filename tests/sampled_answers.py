@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_strategies import Record, fit_in_steps_of_4
+from compared_strategies import RecordMeans, fit_in_steps_of_4
 from peft import LoraConfig
 from shared_fixtures import make_rows
 
@@ -55,27 +55,12 @@ def assert_same_runs(one: Any, other: Any, tolerance: float) -> None:
         torch.testing.assert_close(one[2][name], weight, atol=tolerance, rtol=tolerance, msg=name)
 
 
-class RecordRewards(Record):
-    """Record that keeps the means of each step's answers too."""
-
-    def __init__(self, save_after: int | None, path: str | None) -> None:
-        super().__init__(save_after, path)
-        self.means: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        count = len(self.steps)
-        super().on_train_batch_end(trainer)
-        if len(self.steps) > count:
-            measured = trainer.callback_metrics
-            self.means.append({name: float(measured[name]) for name in MEASURED if name in measured})
-
-
 def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: int = 1, strategy: Any = "auto") -> Any:
     """Losses, norms and means of two epochs in steps of 4 prompts of 10, validation's means, and the final weights."""
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
     model = {"peft": LORA, "algorithm": GRPO(), "answers_per_prompt": 3, "max_new_tokens": 3, **how.get("model", {})}
     module = PolicyLM(folder, rewards=[FewLetters()], optimizer=how.get("optimizer", slow), **model)
-    record = RecordRewards(how.get("save_after"), how.get("save"))
+    record = RecordMeans(MEASURED, how.get("save_after"), how.get("save"))
     val, weights = fit_in_steps_of_4(
         make_trainer, module, data_of(path, **how.get("data", {})), record, how, world, strategy
     )

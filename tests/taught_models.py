@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compared_strategies import Record, fit_in_steps_of_4
+from compared_strategies import RecordMeans, fit_in_steps_of_4
 from sampled_answers import LORA, SEED, data_of
 from shared_fixtures import tiny_qwen2
 
@@ -26,21 +26,6 @@ def write_teacher(folder: Path, **changes: Any) -> str:
 
 def steady(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
-
-
-class RecordMeans(Record):
-    """Record that keeps what else each step measures."""
-
-    def __init__(self, save_after: int | None, path: str | None) -> None:
-        super().__init__(save_after, path)
-        self.means: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        count = len(self.steps)
-        super().on_train_batch_end(trainer)
-        if len(self.steps) > count:
-            measured = trainer.callback_metrics
-            self.means.append({name: float(measured[name]) for name in MEASURED if name in measured})
 
 
 def fit(
@@ -69,7 +54,7 @@ def fit(
         module: DistillationLM = OnPolicyDistillationLM(student, **{"max_new_tokens": 3, **options})
     else:
         module = DistillationLM(student, **options)
-    record = RecordMeans(how.get("save_after"), how.get("save"))
+    record = RecordMeans(MEASURED, how.get("save_after"), how.get("save"))
     data = data_of(path, **how.get("data", {}))
     val, weights = fit_in_steps_of_4(make_trainer, module, data, record, how, world, strategy)
     return record.steps, [*record.means, val], weights

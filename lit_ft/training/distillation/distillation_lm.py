@@ -63,16 +63,7 @@ class DistillationLM(CausalLM):
         teacher_dtype = dtype_name(teacher_dtype)
         check_types("model", DistillationLM.__init__, {k: v for k, v in locals().items() if k != "kwargs"})
         super().__init__(pretrained, **kwargs)
-        if not teacher:
-            raise RecipeError(
-                "model.teacher is not set; name the model whose probabilities are learned, e.g. "
-                "Qwen/Qwen2.5-7B-Instruct for a student of Qwen2.5-0.5B"
-            )
-        if not 0 < kd_ratio <= 1:
-            raise RecipeError(
-                f"model.kd_ratio={kd_ratio} must be above 0 and up to 1, the part of the teacher in the loss; without "
-                "one take model.class_path=lit_ft.CausalLM"
-            )
+        name = _checked(teacher, kd_ratio)
         if self.spec.token_weights is not None:
             raise RecipeError(
                 f"model.token_weights={self.spec.token_weights!r} with {type(self).__name__}, whose loss of a token is "
@@ -80,7 +71,6 @@ class DistillationLM(CausalLM):
             )
         self.divergence, self.kd_ratio = divergence or self._default_divergence(), kd_ratio
         check_divergence(self.divergence)
-        name = os.path.expanduser(teacher)
         of_teacher = ModelSpec(name, name, dtype=teacher_dtype, quantization=teacher_quantization)
         self.teacher = Teacher(of_teacher, shard_teacher)
         self._is_teacher_checked = False
@@ -168,3 +158,22 @@ class DistillationLM(CausalLM):
         before, now = checkpoint.get("distillation", "the answers of the data alone"), self.describe_objective()
         if before != now:
             rank_zero_warn(f"model: the checkpoint was trained on {before}, and goes on with {now}")
+
+
+def _checked(teacher: str | None, kd_ratio: float) -> str:
+    """Name of the teacher.
+
+    Raises:
+        RecipeError: there is none, or it has no part in the loss.
+    """
+    if not teacher:
+        raise RecipeError(
+            "model.teacher is not set; name the model whose probabilities are learned, e.g. "
+            "Qwen/Qwen2.5-7B-Instruct for a student of Qwen2.5-0.5B"
+        )
+    if not 0 < kd_ratio <= 1:
+        raise RecipeError(
+            f"model.kd_ratio={kd_ratio} must be above 0 and up to 1, the part of the teacher in the loss; without "
+            "one take model.class_path=lit_ft.CausalLM"
+        )
+    return os.path.expanduser(teacher)
