@@ -1,9 +1,9 @@
 """Fine-tune Hugging Face causal language models with Lightning.
 
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
-mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on pairs of answers by an objective (``DPO``, ``IPO``,
-``SimPO``, ``ORPO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``, ``DAPO``, ``RLOO``)
-and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``), ``DistillationLM``
+mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on better and worse answers by an objective (``DPO``, ``IPO``,
+``SimPO``, ``ORPO``, ``KTO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``, ``DAPO``,
+``RLOO``) and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``), ``DistillationLM``
 and ``OnPolicyDistillationLM`` on a teacher's probabilities, by a divergence (``ForwardKL``, ``ReverseKL``,
 ``JensenShannon``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers,
 ``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lit_ft.training.policy.algorithms import DAPO, GRPO, RLOO, DrGRPO
     from lit_ft.training.policy.policy_lm import PolicyLM
     from lit_ft.training.policy.rewards import ExactAnswer, FinalNumber, Matches, OverlongPenalty, Similarity
-    from lit_ft.training.preference.objectives import DPO, IPO, ORPO, SimPO
+    from lit_ft.training.preference.objectives import DPO, IPO, KTO, ORPO, SimPO
     from lit_ft.training.preference.preference_lm import PreferenceLM
 
 # Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
@@ -53,6 +53,7 @@ __all__ = [
     "DPO",
     "GRPO",
     "IPO",
+    "KTO",
     "ORPO",
     "RLOO",
     "AnswerScores",
@@ -84,6 +85,7 @@ _HOME = {
     "DPO": "lit_ft.training.preference.objectives",
     "GRPO": "lit_ft.training.policy.algorithms",
     "IPO": "lit_ft.training.preference.objectives",
+    "KTO": "lit_ft.training.preference.objectives",
     "ORPO": "lit_ft.training.preference.objectives",
     "RLOO": "lit_ft.training.policy.algorithms",
     "AnswerScores": "lit_ft.training.answer_scores.rouge_and_bleu",

@@ -6,8 +6,9 @@ nowhere else: ``predict_at[i]`` is the index of the token whose hidden state pre
 A *window* is the micro-batches of one optimizer step.
 
 Where a sample is a pair of preference data, its chosen and its rejected conversation are two segments, in this order:
-P pairs are 2P segments. ``target_answers``, ``pairs`` and ``pair_sources`` are in every batch of such data, of length 0
-in one without pairs, and in no other.
+P pairs are 2P segments. Where answers are unpaired, one of both is missing in each pair, and P pairs are P segments.
+``target_answers``, ``pairs`` and ``pair_sources`` are in every batch of such data, of length 0 in one without pairs,
+and in no other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,10 @@ IGNORE_INDEX = -100
 """Label of a token that is not supervised, the default ``ignore_index`` of ``torch.nn.CrossEntropyLoss``."""
 
 
+Conversation = tuple[np.ndarray, np.ndarray]
+"""Ids and labels of a sample, each ``(tokens,)``, labels unshifted."""
+
+
 class PackedBatch(TypedDict, total=False):
     """A micro-batch of S samples (where samples are pairs: of P pairs), T tokens and n supervised tokens."""
 
@@ -33,7 +38,7 @@ class PackedBatch(TypedDict, total=False):
     position_ids: Tensor
     """``(1, T)``, int64, restarting at 0 with each sample."""
     segment_lengths: list[int]
-    """S lengths that add up to T; of pairs 2P."""
+    """S lengths that add up to T; of pairs 2P, or P where answers are unpaired."""
     predict_at: Tensor
     """``(n,)``, int64: indices into the T tokens."""
     targets: Tensor
@@ -60,7 +65,10 @@ class PackedBatch(TypedDict, total=False):
     """Ranks that the tokens are sharded across; present with ``is_local``."""
     reference_log_probs: Tensor
     """``(P, 2)``, fp32: log-probabilities of the chosen and the rejected answer of each pair by the model as it was
-    before training, which ``PreferenceLM`` adds; 0 where its objective does not need them."""
+    before training, which ``PreferenceLM`` adds; 0 where its objective does not need them, and of missing answers."""
+    divergence: Tensor
+    """Scalar, fp32: estimate of how far the model is from what it was before training, which ``PreferenceLM`` adds; 0
+    where its objective does not need it."""
     target_weights: Tensor
     """``(n,)``, fp32: factor on the loss of each target, where answers that the model gave train it."""
     target_kl_weights: Tensor
@@ -80,10 +88,16 @@ class PackedBatch(TypedDict, total=False):
     window_tokens: int
     """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
     samples are pairs, the number of its pairs."""
-    window_members: Sequence[tuple[np.ndarray, np.ndarray]]
+    window_members: Sequence[Conversation]
     """Ids and labels of all samples of this rank in the window, where a module answers their prompts at once."""
+    window_mismatched: "Sequence[PackedBatch]"
+    """Where a module needs the divergence: for each micro-batch of this rank in the window its pairs' prompts, each
+    with an answer to another one, as the chosen one of a pair without a rejected one. Micro-batches that no rank
+    computes are left out."""
     window_sources: Sequence[int]
     """Sources with supervised tokens (or pairs) in the window, on any rank, as indices into ``source_names``."""
+    window_answers: Sequence[int]
+    """Whether the window's pairs have chosen answers (0) and rejected ones (1), on any rank; of pairs alone."""
 
 
 def pack_samples(
@@ -115,20 +129,21 @@ def pack_samples(
 
 
 def pack_pairs(
-    pairs: Sequence[tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]],
+    pairs: Sequence[tuple[Conversation, Conversation]],
     numbers: Sequence[int],
     sources: Sequence[int] | np.ndarray,
 ) -> PackedBatch:
     """Concatenate pairs of preference data into a packed batch, chosen before rejected.
 
     Args:
-        pairs: chosen and rejected conversation of each of P pairs, each ``(ids, labels)``, labels unshifted.
+        pairs: chosen and rejected conversation of each of P pairs, one of which is empty where answers are unpaired.
         numbers: index of each pair among the samples of its set, ``(P,)``.
         sources: source number of each pair, ``(P,)``.
     """
-    batch = pack_samples([half for pair in pairs for half in pair], np.repeat(sources, 2))
-    counts = _targets_of_segments(batch)
-    batch["target_answers"] = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+    halves = [half for pair in pairs for half in pair]
+    present = np.array([k for k, (ids, _) in enumerate(halves) if len(ids)])
+    batch = pack_samples([halves[k] for k in present], np.repeat(sources, 2)[present])
+    batch["target_answers"] = torch.from_numpy(np.repeat(present, _targets_of_segments(batch)))
     batch["pairs"] = torch.tensor(numbers, dtype=torch.int64)
     batch["pair_sources"] = torch.from_numpy(np.array(sources, dtype=np.int64))
     return batch
@@ -138,13 +153,21 @@ def with_no_pairs(batch: PackedBatch) -> PackedBatch:
     """A batch without targets, as one of data that consists of pairs."""
     nothing = batch["targets"].new_zeros(0)
     entries = PackedBatch(target_answers=nothing, pairs=nothing, pair_sources=nothing)
-    return {**batch, **entries, "reference_log_probs": torch.zeros(0, 2, device=nothing.device)}
+    reference = PackedBatch(
+        reference_log_probs=torch.zeros(0, 2, device=nothing.device), divergence=torch.zeros((), device=nothing.device)
+    )
+    return {**batch, **entries, **reference}
 
 
 def sample_targets(batch: PackedBatch) -> list[int]:
     """Number of supervised tokens of each of the S samples, or P pairs, of a packed batch on the host."""
     counts = _targets_of_segments(batch)
-    return counts.reshape(len(counts) // 2, 2).sum(1).tolist() if "pairs" in batch else counts.tolist()
+    return counts.reshape(-1, _segments_of_sample(batch)).sum(1).tolist()
+
+
+def _segments_of_sample(batch: PackedBatch) -> int:
+    pairs = len(batch.get("pairs", ()))
+    return len(batch["segment_lengths"]) // pairs if pairs else 1
 
 
 def _targets_of_segments(batch: PackedBatch) -> np.ndarray:
@@ -184,7 +207,7 @@ def split(batch: PackedBatch, parts: int) -> list[PackedBatch]:
     rest are dummies: one token that predicts nothing, which can be computed and adds nothing to loss or gradients.
     """
     segments = batch["segment_lengths"]
-    size = 2 if len(batch.get("pairs", ())) else 1
+    size = _segments_of_sample(batch)
     lengths = [sum(segments[at : at + size]) for at in range(0, len(segments), size)]
     samples = split_evenly(lengths, min(parts, len(lengths)))
     pieces = [_part(batch, segments, size * part.start, size * part.stop) for part in samples]
@@ -208,11 +231,12 @@ def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> 
         piece["target_sources"] = batch["target_sources"][is_here]
     piece = with_factors(piece, batch, is_here)
     if "pairs" in batch:
-        piece["target_answers"] = batch["target_answers"][is_here] - first
-        piece["pairs"] = batch["pairs"][first // 2 : last // 2]
-        piece["pair_sources"] = batch["pair_sources"][first // 2 : last // 2]
+        size = _segments_of_sample(batch)
+        pairs = slice(first // size, last // size)
+        piece["target_answers"] = batch["target_answers"][is_here] - 2 * pairs.start
+        piece["pairs"], piece["pair_sources"] = batch["pairs"][pairs], batch["pair_sources"][pairs]
         if "reference_log_probs" in batch:
-            piece["reference_log_probs"] = batch["reference_log_probs"][first // 2 : last // 2]
+            piece["reference_log_probs"], piece["divergence"] = batch["reference_log_probs"][pairs], batch["divergence"]
     return piece
 
 

@@ -161,7 +161,8 @@ class PairSet(NamedTuple):
     """Preference pairs of a data set, each once, for a pass without training."""
 
     loader: Iterable[PackedBatch]
-    """Micro-batches of this rank; their ``pairs`` are indices into ``indices``."""
+    """Micro-batches of this rank; their ``pairs`` are indices into ``indices``. Each is a window of its own, whose
+    ``window_mismatched`` it has where the module needs the divergence."""
     batches: int
     """Number of micro-batches."""
     indices: Tensor
@@ -180,6 +181,10 @@ class GivesPairs(Protocol):
     def has_pairs(self) -> bool:
         """Whether the data that was read is pairs."""
 
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether one answer of each pair is missing."""
+
     def pairs(self, split: str) -> PairSet | None:
         """Pairs of a split (train, val, test) that the run needs, within its limits; None where there are none."""
 
@@ -189,6 +194,10 @@ class LearnsPreferences(Protocol):
     """Module that trains on preference pairs, and on nothing else."""
 
     objective: object
+
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether batches must have ``window_mismatched``."""
 
 
 @runtime_checkable

@@ -33,6 +33,7 @@ from lit_ft.data.inspection import (
     show_example,
     steps_of,
     stretches,
+    titles_of,
 )
 from lit_ft.data.text.sources import shared_content
 from lit_ft.data.text_data import TextDataModule
@@ -189,8 +190,9 @@ class CheckCLI(RecipeCLI):
                     "samples of one packed batch see each other; set model.attn_implementation to auto"
                 )
         chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]
-        shown = [part for i in sorted(chosen) for part in train.conversations(int(i))]
-        report.has_pairs = train.has_pairs
+        in_order = sorted(chosen.tolist())
+        shown = [part for i in in_order for part in train.conversations(i)]
+        report.has_pairs, report.titles = train.has_pairs, titles_of(train, in_order)
         marked = [(ids, known_answer(labels) if report.is_answered else labels) for ids, labels in shown]
         report.examples = [show_example(ids, labels, tokenizer) for ids, labels in marked]
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft.data.loaders.batching import BatchPlan
 from lit_ft.data.template_check import compare_with_template
 from lit_ft.data.text.columns import PREFERENCE
-from lit_ft.data.text.formats import PREFERENCES
+from lit_ft.data.text.formats import OF_PAIRS
 from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, TokenArrays
@@ -53,6 +53,8 @@ class SourceReport:
     """Samples that equal an earlier one."""
     repeats: int
     """Number of times that the most frequent sample is there."""
+    conversations_each: int
+    """Conversations of each sample: 2 of a complete pair."""
     closed: float
     """Fraction of the samples whose last supervised token ends the turn; NaN where the format has no conversations."""
     ends: dict[str, int]
@@ -73,19 +75,14 @@ class Report:
     problems: list[str] = field(default_factory=list)
     """Problems that would make training wrong."""
     examples: list[ShownSample] = field(default_factory=list)
-    """Some samples; where samples are pairs, chosen and rejected conversations in turn."""
+    """Some samples, of pairs both conversations."""
+    titles: list[str] = field(default_factory=list)
+    """What each of the examples is."""
     has_pairs: bool = False
     is_answered: bool = False
     """Whether the model trains on answers of its own, and compares them with the last answers of the data."""
     compared: list[Prepared] = field(default_factory=list)
     """Sources that were compared with the template; one of which a part is held out is in two splits."""
-
-    @property
-    def titles(self) -> list[str]:
-        """What each of the examples is."""
-        numbers = range(len(self.examples))
-        of_pairs = [f"pair {i // 2 + 1}, {PREFERENCE[i % 2]}" for i in numbers]
-        return of_pairs if self.has_pairs else [f"sample {i + 1}" for i in numbers]
 
     @property
     def marked(self) -> str:
@@ -100,7 +97,7 @@ def describe_source(
     mine = samples.take(np.flatnonzero(samples.source == number))
     _, counts = np.unique(mine.digests(), return_counts=True)
     ends = _ends(prepared.arrays, mine.index, tokenizer) if form in _CONVERSATIONS else {}
-    answers = 2 * len(mine) if mine.has_pairs else len(mine)
+    answers = mine.conversations_each * len(mine)
     return SourceReport(
         name=name,
         format=form,
@@ -111,12 +108,13 @@ def describe_source(
         longest=int(mine.lengths.max()) if len(mine) else 0,
         duplicates=len(mine) - len(counts),
         repeats=int(counts.max(initial=0)),
+        conversations_each=mine.conversations_each,
         closed=sum(ends.values()) / answers if form in _CONVERSATIONS and answers else float("nan"),
         ends=ends,
     )
 
 
-_CONVERSATIONS = ("alpaca", "sharegpt", "messages", "prompt_completion", PREFERENCES)
+_CONVERSATIONS = ("alpaca", "sharegpt", "messages", "prompt_completion", *OF_PAIRS)
 
 
 def _ends(arrays: TokenArrays, chosen: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -142,9 +140,9 @@ def describe_ends(sources: list[SourceReport], are_known: bool = False) -> dict[
     ``are_known`` says that they are known answers, and the model trains on its own.
     """
     ends: Counter[str] = sum((Counter(source.ends) for source in sources), Counter())
-    answers = {source.format: 2 if source.format == PREFERENCES else 1 for source in sources}
-    samples = sum(answers[source.format] * source.samples for source in sources if source.format in _CONVERSATIONS)
-    what = "answer" if PREFERENCES in answers else "sample"
+    of_conversations = [source for source in sources if source.format in _CONVERSATIONS]
+    samples = sum(source.conversations_each * source.samples for source in of_conversations)
+    what = "answer" if any(source.format in OF_PAIRS for source in sources) else "sample"
     counts = ", ".join(f"{token!r} in {count:,}" for token, count in ends.most_common()) or "none"
     name = "end tokens of known answers" if are_known else "end tokens that are trained on"
     return {name: f"{counts} of {as_count(samples, what)}"} if samples else {}
@@ -258,6 +256,15 @@ def known_answer(labels: np.ndarray) -> np.ndarray:
     return np.where(np.arange(len(labels)) < first, IGNORE_INDEX, labels)
 
 
+def titles_of(samples: Samples, chosen: Sequence[int]) -> list[str]:
+    """What each conversation of some samples is."""
+    if not samples.has_pairs:
+        return [f"sample {number}" for number in range(1, len(chosen) + 1)]
+    names = ("good", "bad") if samples.is_unpaired else PREFERENCE
+    answers = [(number, zip(names, samples.pair(i), strict=True)) for number, i in enumerate(chosen, 1)]
+    return [f"{samples.kind} {number}, {name}" for number, both in answers for name, (ids, _) in both if len(ids)]
+
+
 def show_example(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> ShownSample:
     """Texts of a sample's tokens, with which of them are supervised; ids and unshifted labels are ``(T,)``."""
     return show_sample(tokenizer, SampleTokens(ids.tolist(), (labels != IGNORE_INDEX).tolist()), END_TOKENS)
@@ -277,7 +284,7 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
     steps = -(-plan.length(len(units)) // accumulate)
     members = np.fromiter(chain.from_iterable(units), dtype=np.int64)
     tokens, supervised = int(samples.lengths[members].sum()), int(samples.supervised[members].sum())
-    kind = "pair" if samples.has_pairs else "sample"
+    kind = samples.kind
     facts = {
         "epoch": f"{as_count(steps, 'optimizer step')} of "
         + as_count(plan.micro_batch_size * plan.replicas * accumulate, "packed sequence" if plan.packing else kind),
@@ -332,7 +339,7 @@ def inspect_split(
                 f"{source.name}: {source.duplicates:,} of {as_count(source.samples, 'sample')}: repetition of another "
                 f"({source.duplicates / source.samples:.1%}; the most frequent is there {source.repeats:,} times)"
             )
-        truncated_share = one.notes["truncated"] / max(source.samples * (2 if samples.has_pairs else 1), 1)
+        truncated_share = one.notes["truncated"] / max(source.samples * source.conversations_each, 1)
         if source.closed < 1 - truncated_share - 1e-9:
             report.problems.append(
                 f"{source.name}: the end-of-turn token is supervised in {source.closed:.1%} of the samples; give "

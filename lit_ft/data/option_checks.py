@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from lit_ft.data.text.formats import PREFERENCES
+from lit_ft.data.text.formats import OF_PAIRS
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.errors import RecipeError, check_counts
 
@@ -83,7 +83,7 @@ def check_prompts(**counted: int | None) -> None:
 
 
 def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streaming: bool) -> None:
-    """Refuse pairs of preference data beside other data, and options that they cannot follow.
+    """Refuse preference data beside other data, and options that they cannot follow.
 
     Args:
         sources: data sets of each split.
@@ -91,27 +91,27 @@ def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streami
         streaming: ``data.streaming``.
 
     Raises:
-        RecipeError: there are pairs, and other data or such an option.
+        RecipeError: there is preference data, and other data or such an option.
     """
     every = [source for several in sources.values() for source in several]
-    pairs = [source for source in every if source.format == PREFERENCES]
+    pairs = [source for source in every if source.format in OF_PAIRS]
     if not pairs:
         return
-    if other := next((source for source in every if source.format != PREFERENCES), None):
+    if other := next((source for source in every if source.format != pairs[0].format), None):
         raise RecipeError(
-            f"{pairs[0].path!r} holds preference pairs (format: preference), {other.path!r} is read as "
-            f"{other.format}; training, validation and test data are all pairs or none: set data.format=preference for "
-            "all of them, or give the others a run of their own"
+            f"{pairs[0].path!r} holds preference data (format: {pairs[0].format}), {other.path!r} is read as "
+            f"{other.format}; training, validation and test data are all of one kind: set "
+            f"data.format={pairs[0].format} for all of them, or give the others a run of their own"
         )
     if indexed := next((source for source in pairs if source.index_prefix is not None), None):
-        raise RecipeError(f"{indexed.path!r} is indexed data, which holds no preference pairs; leave its format out")
+        raise RecipeError(f"{indexed.path!r} is indexed data, which holds no preferences; leave its format out")
     if supervise != "assistant":
         raise RecipeError(
-            f"data.supervise={supervise!r} has no effect on preference pairs, of which the two answers are compared; "
+            f"data.supervise={supervise!r} has no effect on preference data, whose whole answers are compared; "
             "leave it out"
         )
     if streaming:
-        raise RecipeError("data.streaming=true reads no preference pairs; leave it out")
+        raise RecipeError("data.streaming=true reads no preference data; leave it out")
 
 
 def check_fractions_of_stream(**options: object) -> None:

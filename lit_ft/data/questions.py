@@ -7,8 +7,8 @@ from dataclasses import replace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
 
-from lit_ft.data.text.columns import PREFERENCE
-from lit_ft.data.text.formats import ANSWERS, PREFERENCES, Chat, Text, answers_of, renamed
+from lit_ft.data.text.columns import JUDGMENTS, PREFERENCE
+from lit_ft.data.text.formats import ANSWERS, PREFERENCES, UNPAIRED, Chat, Text, answers_of, good_answer_of, renamed
 from lit_ft.data.text.preferences import REJECTED_TEXT
 from lit_ft.data.text.rendering import expected_answer, is_closed, prompt_of
 from lit_ft.data.text.sources import RawRow, Source
@@ -82,15 +82,16 @@ def _question(
     """Prompt, question and known answer (None if there is none) of a row; None for raw text and tokens."""
     given = renamed(row, columns)
     asked = without_answer(given, tokenization.format)
-    example = answers_of(tokenization.example(given if asked is None else asked))[0]
+    read = tokenization.example(given if asked is None else asked)
+    example, is_known = answers_of(read)[0], asked is None and good_answer_of(read) is not None
     if isinstance(example, Chat):
         template = tokenization.template_of(example)
         prompt, question = prompt_of(example, template)
-        return prompt, question["content"], expected_answer(example, template) if asked is None else None
+        return prompt, question["content"], expected_answer(example, template) if is_known else None
     if isinstance(example, Text) and example.prompt:
         begin = tokenization.tokenizer.bos_token if tokenization.opening is not None else ""
         prompt = example.prompt if example.prompt.startswith(begin) else begin + example.prompt
-        return prompt, example.prompt, _without_closing(example.text, tokenization) if asked is None else None
+        return prompt, example.prompt, _without_closing(example.text, tokenization) if is_known else None
     return None
 
 
@@ -107,6 +108,12 @@ def without_answer(row: RawRow, form: str) -> RawRow | None:
     if form == PREFERENCES:
         has_answer = not _is_empty(row.get("chosen")) or row.get(REJECTED_TEXT) is not None
         return None if has_answer else {**row, "chosen": _OPEN, "rejected": _OPEN + _OPEN}
+    if form == UNPAIRED:
+        by_column = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
+        found = next((by_column[name] for name in by_column if name in row), "prompt_completion")
+        open_row = without_answer(row, found)
+        is_judged = any(row.get(name) is not None for name in JUDGMENTS)
+        return None if open_row is None and is_judged else {**(open_row or row), JUDGMENTS[0]: True}
     if form == "prompt_completion":
         if not _is_empty(row.get("completion")) and row.get("completion") != []:
             return None

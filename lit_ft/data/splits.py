@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft import process
 from lit_ft.data.questions import questions_of
 from lit_ft.data.text.chat_template import set_chat_template
-from lit_ft.data.text.formats import Chat, answers_of
+from lit_ft.data.text.formats import Chat, good_answer_of
 from lit_ft.data.text.rendering import expected_answer, prompt_of, through_last_supervised_answer
 from lit_ft.data.text.sources import Source, shared_content
 from lit_ft.data.tokens.preparation import Preparation, Prepared
@@ -69,6 +69,21 @@ class DataSplits(UserDict[str, Samples]):
                     f"({len(bare):,} of {len(samples):,} samples of {split}), and the model answers prompts: it has no "
                     "prompt; give conversations or instructions, and leave data.supervise=all out"
                 )
+
+    def check_partners(self) -> None:
+        """Refuse answers that all are to one prompt, where the model needs answers to others beside them.
+
+        Raises:
+            RecipeError: a source has them.
+        """
+        for split, sources in self.prepared.items():
+            for prepared in sources:
+                if len(prepared.arrays) and prepared.arrays.partners[0] == 0:
+                    raise RecipeError(
+                        f"{prepared.source.path}: all answers of {split} are to one prompt, and model.objective needs "
+                        "answers to others, by which it sees how far the model is from its reference; give rows of "
+                        "more prompts, or take lit_ft.DPO with pairs"
+                    )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -192,7 +207,10 @@ class DataSplits(UserDict[str, Samples]):
         return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:
-        """Prompt, question and expected answer, the last supervised one, of each conversation of a split; read once."""
+        """Prompt, question and expected answer, the last supervised one, of each conversation of a split; read once.
+
+        Conversations whose answer is judged a bad one are left out.
+        """
         if split not in self._prompts:
             self._prompts[split] = self._read_prompts(split)
         return self._prompts[split]
@@ -205,7 +223,7 @@ class DataSplits(UserDict[str, Samples]):
             rows = set(samples.rows[samples.source == number].tolist())
             tokenization = self.preparation.tokenization(prepared.source)
             for row_number, (_, row) in enumerate(prepared.source.rows()):
-                example = answers_of(tokenization.example(row))[0] if row_number in rows else None
+                example = good_answer_of(tokenization.example(row)) if row_number in rows else None
                 if not isinstance(example, Chat):
                     continue
                 if (chat := through_last_supervised_answer(example, tokenization.supervise)) is None:

@@ -40,7 +40,7 @@ from lit_ft.data.option_checks import (
     sources_of,
 )
 from lit_ft.data.splits import DataSplits
-from lit_ft.data.text.formats import PREFERENCES
+from lit_ft.data.text.formats import OF_PAIRS, PREFERENCES, UNPAIRED
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.data.tokens.preparation import OnBadRow, Preparation
@@ -242,7 +242,8 @@ class TextDataModule(LightningDataModule):
 
     def _check_packing(self, longest: int) -> None:
         if self.packing is not None and longest > self.packing:
-            what, length = ("pair", self.packing // 2) if self.has_pairs else ("sample", self.packing)
+            samples = self.splits["train"]
+            what, length = samples.kind, self.packing // samples.conversations_each
             raise RecipeError(
                 f"data.packing={self.packing} tokens cannot hold the longest {what} of {longest}; "
                 f"set it to {longest} or more, or data.max_length to {length}"
@@ -272,9 +273,9 @@ class TextDataModule(LightningDataModule):
         module = None if self.trainer is None else self.trainer.lightning_module
         if module is not None and stage != "predict" and self.has_pairs and not isinstance(module, LearnsPreferences):
             raise RecipeError(
-                f"data.format=preference is for lit_ft.PreferenceLM, and the model is a {type(module).__name__}, which "
-                "trains on single answers; set model.class_path to lit_ft.PreferenceLM, or map the chosen answers with "
-                "data.columns"
+                f"data.format={UNPAIRED if self.is_unpaired else PREFERENCES} is for lit_ft.PreferenceLM, and the model "
+                f"is a {type(module).__name__}, which trains on single good answers; set model.class_path to "
+                "lit_ft.PreferenceLM, or map the chosen answers with data.columns"
             )
         if isinstance(module, SamplesAnswers):
             check_prompts(packing=self.packing, micro_batch_tokens=self.micro_batch_tokens)
@@ -290,6 +291,8 @@ class TextDataModule(LightningDataModule):
             module.check_length("the longest sample", self.splits.longest_sample)
         if isinstance(module, SamplesAnswers):
             self.splits.check_prompts()
+        if self._needs_divergence() and stage != "predict":
+            self.splits.check_partners()
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
             if self.streaming:
@@ -345,8 +348,17 @@ class TextDataModule(LightningDataModule):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether samples are pairs of preference data, a chosen and a rejected conversation each."""
-        return any(source.format == PREFERENCES for sources in self.splits.sources.values() for source in sources)
+        """Whether samples are pairs of preference data, or single answers that are judged."""
+        return not self._formats.isdisjoint(OF_PAIRS)
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether one answer of each pair is missing."""
+        return UNPAIRED in self._formats
+
+    @property
+    def _formats(self) -> set[str]:
+        return {source.format for sources in self.splits.sources.values() for source in sources}
 
     # --- loaders ---------------------------------------------------------------------------------
 
@@ -358,7 +370,7 @@ class TextDataModule(LightningDataModule):
         if (policy := self._policy()) is not None:
             length = None if self.max_length is None else self.max_length + policy.max_new_tokens
             return None if length is None else policy.answers_per_prompt * length * self.micro_batch_size
-        conversations = 2 if self.has_pairs and self.packing is None else 1
+        conversations = 2 if PREFERENCES in self._formats and self.packing is None else 1
         per_unit = self.packing if self.packing is not None else self.max_length
         return None if per_unit is None else conversations * per_unit * self.micro_batch_size
 
@@ -366,6 +378,10 @@ class TextDataModule(LightningDataModule):
         """Module that answers the prompts of the data; None where it trains on their known answers."""
         module = None if self.trainer is None else self.trainer.lightning_module
         return module if isinstance(module, SamplesAnswers) else None
+
+    def _needs_divergence(self) -> bool:
+        module = None if self.trainer is None else self.trainer.lightning_module
+        return isinstance(module, LearnsPreferences) and module.needs_divergence
 
     def plan(self, replicas: int = 1) -> BatchPlan:
         """Plan that distributes training samples to ``replicas`` data-parallel ranks."""
@@ -377,7 +393,7 @@ class TextDataModule(LightningDataModule):
             seed=process.seed(),
             replicas=replicas,
             mixing=self.mixing,
-            shows_window=self._policy() is not None,
+            shows_window=self._policy() is not None or self._needs_divergence(),
         )
 
     def _plan_of_training(self, trainer: Trainer, replicas: int) -> BatchPlan:
@@ -562,7 +578,7 @@ class TextDataModule(LightningDataModule):
         elif attributes_of(trainer).fast_dev_run:  # it leaves nothing that could need the others
             limit = attributes_of(trainer).limit_test_batches if split == "test" else trainer.limit_val_batches
             chosen = self._evaluation_loader(split).first_samples(int(limit))
-        loader = self._evaluation_loader(split, samples.take(chosen))
+        loader = self._evaluation_loader(split, samples.take(chosen), self._needs_divergence())
         return PairSet(loader, len(loader), torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
 
     def _end_in_first_epoch(self, loader: PackedBatchLoader) -> int | None:
@@ -580,14 +596,17 @@ class TextDataModule(LightningDataModule):
         end = begun + (steps - taken) * accumulate
         return int(end) if end < loader.batches + accumulate else None
 
-    def _evaluation_loader(self, split: str, selected: Samples | None = None) -> PackedBatchLoader:
+    def _evaluation_loader(
+        self, split: str, selected: Samples | None = None, shows_window: bool = False
+    ) -> PackedBatchLoader:
         samples = self.splits[split] if selected is None else selected
         # No gradients, no optimizer step: a batch may hold as many samples as fit in the memory of a training batch.
         budget, policy = self.token_budget, self._policy()
         units = None if budget is None or policy is not None else max(budget, int(samples.lengths.max()))
         answers = 1 if policy is None else policy.answers_per_prompt  # of which an evaluation asks for one
         size = answers * self.micro_batch_size if units is None else 1
-        plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.data_parallel(self.trainer).size)
+        replicas = process.data_parallel(self.trainer).size
+        plan = BatchPlan(micro_batch_size=size, packing=units, replicas=replicas, shows_window=shows_window)
         return self._loader(split, plan, 1.0, selected=selected)  # only the trainer applies limit_val_batches
 
     def _loader(

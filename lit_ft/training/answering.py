@@ -1,7 +1,8 @@
 """Generation of answers, and the loss of plain texts, for callbacks and ``predict``."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +83,17 @@ class AnsweringModule(LightningModule):
             self._options = DEFAULT_OPTIONS
         is_known = len(self._answers) == len(texts)
         return list(self._answers) if is_known else [GeneratedAnswer(text, None) for text in texts]
+
+    @contextmanager
+    def apart_from_training(self) -> Iterator[None]:
+        """Context of further passes of a training step, in the run's precision; training modes are restored."""
+        modes = {part: part.training for part in self.modules()}
+        try:
+            with self.trainer.precision_plugin.forward_context():
+                yield
+        finally:
+            for part, training in modes.items():
+                part.training = training
 
     def render_prompt(self, messages: list[Message]) -> str:
         """A prompt for ``answer`` from the turns of a conversation, by the chat template.

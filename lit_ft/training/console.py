@@ -216,7 +216,7 @@ def describe_steps(trainer: Trainer) -> str:
     per_epoch = -(-loader.batches // accumulation(trainer, 0))
     per_step = tokens // max(per_epoch, 1)
     total = len(loader.samples.lengths)
-    what = "pair" if loader.samples.has_pairs else "sample"
+    what = loader.samples.kind
     if isinstance(trainer.lightning_module, SamplesAnswers):  # which trains on other answers than those of the data
         what = "prompt"
     drawn = f"{draws:,} of {as_count(total, what)}" if draws < total else as_count(draws, what)

@@ -289,7 +289,7 @@ class StageMetrics(nn.Module):
         means = {"loss": loss, **further, **self._of_router(), **of_sources, **self._loads()}
         for name, mean in means.items():
             module.log(f"{prefix}/{name}", mean, prog_bar=prog_bar and name in ("loss", *self.shown))
-        self.on_bar = {f"{prefix}/{name}": further[name] for name in self.shown}
+        self.on_bar = {f"{prefix}/{name}": further[name] for name in self.shown if name in further}
         if absent := self._logged.difference(means):
             forget_logged_values(module.trainer, {f"{prefix}/{name}" for name in absent})
         self._logged = set(means)

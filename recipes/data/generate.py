@@ -1,7 +1,8 @@
 """Write the data sets of the recipes from templates and word lists of our own, in English and Chinese.
 
 ``python recipes/data/generate.py quickstart``          the rows that the quickstart trains on
-``python recipes/data/generate.py preferences``         pairs of a right and a wrong answer, for preference tuning
+``python recipes/data/generate.py preferences``         right and wrong answers, in pairs and judged one by one, for
+                                                        preference tuning
 ``python recipes/data/generate.py pretrain --out DIR``  corpus, tokenizer and config of the tiny base model
 
 The same seed gives the same bytes. The corpus describes a small world in both languages, sentence by
@@ -205,12 +206,19 @@ def preference_row(answer_in: Language, rng: random.Random) -> dict[str, object]
 
 
 def write_preferences(out: Path, seed: int, count: int = 60) -> None:
-    """Write ``preferences.jsonl``, half into English and half into Chinese."""
+    """Write ``preferences.jsonl``, half into English and half into Chinese, and its answers, ``judged_answers.jsonl``."""
     rng = random.Random(seed)
     rows = [preference_row((ENGLISH, CHINESE)[index % 2], rng) for index in range(count)]
+    judged: list[dict[str, object]] = [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+        for row in rows
+        for name in ("chosen", "rejected")
+    ]
+    rng.shuffle(judged)
     out.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (out / "preferences.jsonl").write_text(text, encoding="utf-8")
+    for name, written in (("preferences", rows), ("judged_answers", judged)):
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written)
+        (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def write_tokenizer(documents: list[str], out: Path) -> None:
@@ -287,7 +295,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     quickstart = commands.add_parser("quickstart", help="the instruction rows, train and held-out")
     quickstart.add_argument("--out", type=Path, default=HERE)
-    preferences = commands.add_parser("preferences", help="pairs of a right and a wrong answer")
+    preferences = commands.add_parser("preferences", help="right and wrong answers")
     preferences.add_argument("--out", type=Path, default=HERE)
     pretrain = commands.add_parser("pretrain", help="corpus, tokenizer and config of the base model")
     pretrain.add_argument("--out", type=Path, required=True)

@@ -263,8 +263,8 @@ def test_a_template_that_rewrites_answers(write_rows: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"supervise": "last"}, "data.supervise='last' has no effect on preference pairs"),
-        ({"streaming": True}, "data.streaming=true reads no preference pairs"),
+        ({"supervise": "last"}, "data.supervise='last' has no effect on preference data"),
+        ({"streaming": True}, "data.streaming=true reads no preference data"),
         ({"val_sources": [Source("v.json", format="alpaca")]}, "'v.json' is read as alpaca; training, validation and"),
     ],
 )
@@ -275,7 +275,7 @@ def test_options_that_pairs_cannot_follow(options: Any, message: str) -> None:
 
 def test_indexed_data_holds_no_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.idx").touch()
-    with pytest.raises(RecipeError, match="is indexed data, which holds no preference pairs"):
+    with pytest.raises(RecipeError, match="is indexed data, which holds no preferences"):
         TextDataModule(str(tmp_path / "a.bin"), format="preference")
 
 
@@ -287,9 +287,9 @@ def test_pairs_beside_other_data(mixed: str) -> None:
         "val": {"sources": [pairs], "val_sources": [other]},
         "test": {"sources": [pairs], "test_path": "other.json"},
     }
-    with pytest.raises(RecipeError, match="'pairs.json' holds preference pairs .* 'other.json' is read as auto"):
+    with pytest.raises(RecipeError, match="'pairs.json' holds preference data .* 'other.json' is read as auto"):
         TextDataModule(**given[mixed])
-    with pytest.raises(RecipeError, match="'pairs.json' holds preference pairs"):
+    with pytest.raises(RecipeError, match="'pairs.json' holds preference data"):
         TextDataModule("other.json", val_sources=[pairs])
 
 

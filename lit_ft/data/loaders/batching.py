@@ -20,7 +20,15 @@ from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.data.worker_processes import batches_of
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import PackedBatch, empty_batch, pack_pairs, pack_samples, sample_targets, with_no_pairs
+from lit_ft.packed_batch import (
+    Conversation,
+    PackedBatch,
+    empty_batch,
+    pack_pairs,
+    pack_samples,
+    sample_targets,
+    with_no_pairs,
+)
 from lit_ft.protocols import LoaderState
 
 _Batch = TypeVar("_Batch")
@@ -46,7 +54,8 @@ class BatchPlan:
     replicas: int = 1
     mixing: Mixing = field(default_factory=Mixing)
     shows_window: bool = False
-    """Whether a micro-batch also holds the samples of all micro-batches of its window on its rank."""
+    """Whether a micro-batch also holds the samples of all micro-batches of its window on its rank, or of pairs their
+    prompts with answers to others."""
 
     def units(self, samples: Samples, *numbers: int) -> list[Unit]:
         """Units of an epoch (or of a stream's buffer) in order; ``numbers`` are those of both, part of the seed."""
@@ -122,8 +131,10 @@ class Window(NamedTuple):
     """Supervised tokens on this rank; where samples are pairs, the number of pairs."""
     sources: tuple[int, ...]
     """Sources with supervised tokens on any rank; a pair has some."""
-    members: MicroBatch
-    """Indices of its samples on this rank, where the plan shows them; else none."""
+    answers: tuple[int, ...]
+    """Whether pairs have chosen answers (0) and rejected ones (1), on any rank; none where samples are no pairs."""
+    micro_batches: Sequence[tuple[MicroBatch, bool]]
+    """Its micro-batches on this rank, and whether any rank computes them, where the plan shows them; else none."""
 
 
 Piece = tuple[MicroBatch, Window, bool]
@@ -145,10 +156,11 @@ def micro_batches(
         tokens = int(sum(counts[members].sum() for members in mine if members))
         everywhere = [i for share in window for members in share for i in members]
         sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
-        shown = [i for members in mine for i in members] if plan.shows_window else []
-        facts = Window(tokens, tuple(sources.tolist()), shown)
-        for i, members in enumerate(mine):
-            yield members, facts, any(share[i] for share in window)
+        pieces = [(members, any(share[i] for share in window)) for i, members in enumerate(mine)]
+        answers = samples.answers_in(everywhere)
+        facts = Window(tokens, tuple(sources.tolist()), answers, pieces if plan.shows_window else [])
+        for members, compute in pieces:
+            yield members, facts, compute
 
 
 def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:
@@ -183,8 +195,33 @@ def position_under(state: LoaderState, plan: BatchPlan, accumulate: int) -> int:
 def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
     """Build the packed batch of a micro-batch."""
     members, window, compute = piece
+    batch = _packed(members, compute, samples, samples.pair)
+    batch["window_tokens"], batch["window_sources"] = window.tokens, window.sources
+    if samples.has_pairs:
+        batch["window_answers"] = window.answers
+    shown = [i for others, _ in window.micro_batches for i in others]
+    if samples.has_pairs and window.micro_batches:
+        computed = [(others, is_computed) for others, is_computed in window.micro_batches if is_computed]
+        batch["window_mismatched"] = [_packed(*one, samples, _mismatched_in(samples)) for one in computed]
+    elif shown:
+        batch["window_members"] = [samples[i] for i in shown]
+    batch["source_names"] = samples.names
+    return batch
+
+
+_PairOf = Callable[[int], tuple[Conversation, Conversation]]
+"""Chosen and rejected conversation of a sample, by its index."""
+
+
+def _mismatched_in(samples: Samples) -> _PairOf:
+    nothing = np.zeros(0, dtype=np.int64)
+    return lambda index: (samples.mismatched(index), (nothing, nothing))
+
+
+def _packed(members: MicroBatch, compute: bool, samples: Samples, pair_of: _PairOf) -> PackedBatch:
+    """Packed batch of some samples, of pairs what ``pair_of`` gives; without samples, a dummy if any rank computes."""
     if members and samples.has_pairs:
-        batch = pack_pairs([samples.pair(i) for i in members], members, samples.source[members])
+        batch = pack_pairs([pair_of(i) for i in members], members, samples.source[members])
     elif members:
         batch = pack_samples([samples[i] for i in members], samples.source[members])
     elif compute:
@@ -193,13 +230,7 @@ def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
         batch = pack_samples([(ids[:1], labels[:1])])
     else:
         batch = empty_batch()
-    if samples.has_pairs and not members:
-        batch = with_no_pairs(batch)
-    batch["window_tokens"], batch["window_sources"] = window.tokens, window.sources
-    if window.members:
-        batch["window_members"] = [samples[i] for i in window.members]
-    batch["source_names"] = samples.names
-    return batch
+    return with_no_pairs(batch) if samples.has_pairs and not members else batch
 
 
 class _PackedBatches(Dataset[PackedBatch]):

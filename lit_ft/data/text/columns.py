@@ -8,7 +8,7 @@ from lit_ft.errors import BadRow
 
 PREFERENCE = ("chosen", "rejected")
 """Columns of preference data: the better and the worse answer."""
-_GOOD_OR_BAD = ("label", "kto_tag")
+JUDGMENTS = ("label", "kto_tag")
 """Columns that say of a single answer whether it is a good one (KTO)."""
 _ALIKE = {
     "instruction": "question query prompt input user human problem request ask 问题 问 提问 指令 输入",
@@ -67,11 +67,12 @@ def refuse_preferences(row: RawRow, complete: str | None) -> None:
     Raises:
         BadRow: the row has a chosen and a rejected answer, or a mark whether its answer is a good one.
     """
-    mark = next((name for name in _GOOD_OR_BAD if isinstance(row.get(name), bool)), None)
+    mark = next((name for name in JUDGMENTS if isinstance(row.get(name), bool)), None)
     if mark is not None and complete not in (None, "completion", "tokenized"):
         raise BadRow(
-            f"is preference data ({mark!r} says whether the answer is a good one), which no objective here reads, so "
-            f"that bad answers would be trained on too; keep the rows whose {mark} is true, without that column"
+            f"is preference data ({mark!r} says whether the answer is a good one), and bad answers would be trained on "
+            "too; to learn from both, set data.format=unpaired_preference, model.class_path=lit_ft.PreferenceLM and "
+            f"model.objective=lit_ft.KTO; or keep the rows whose {mark} is true, without that column"
         )
     if not set(PREFERENCE) <= row.keys():
         return

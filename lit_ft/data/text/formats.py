@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from lit_callbacks.protocols import Message
 
-from lit_ft.data.text.columns import PREFERENCE, as_option, refuse_preferences, suggested_columns
-from lit_ft.data.text.preferences import REJECTED_TEXT, Turns, comparison_of
+from lit_ft.data.text.columns import JUDGMENTS, PREFERENCE, as_option, refuse_preferences, suggested_columns
+from lit_ft.data.text.preferences import REJECTED_TEXT, Turns, comparison_of, judgment_of
 from lit_ft.data.text.sources import RawRow
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -62,20 +62,27 @@ class Tokens:
 
 @dataclass
 class Pair:
-    """Two answers to one prompt, the first of which is the better one."""
+    """Two answers to one prompt, the first of which is the better one; one is None where answers are unpaired."""
 
-    chosen: Chat | Text
-    rejected: Chat | Text
+    chosen: Chat | Text | None
+    rejected: Chat | Text | None
     columns: frozenset[str] = frozenset()
-    """Columns that hold the prompt."""
+    """Columns that hold the prompt, and of an unpaired answer all that its row is read from."""
 
 
 Example = Chat | Text | Tokens | Pair
 
 
 def answers_of(example: Example) -> Sequence[Chat | Text | Tokens]:
-    """Chosen and rejected of a pair; an example of another kind itself."""
-    return (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+    """Answers that a pair has; an example of another kind itself."""
+    if not isinstance(example, Pair):
+        return (example,)
+    return [answer for answer in (example.chosen, example.rejected) if answer is not None]
+
+
+def good_answer_of(example: Example) -> Chat | Text | Tokens | None:
+    """Answer that is to be expected of a model: the chosen one of a pair; None where a row has a bad one alone."""
+    return example.chosen if isinstance(example, Pair) else example
 
 
 OPTIONS_COLUMN = "chat_template_kwargs"
@@ -195,6 +202,34 @@ def preference(row: RawRow) -> Pair:
     return Pair(chosen, rejected, columns)
 
 
+def unpaired_preference(row: RawRow) -> Pair:
+    """Read an answer and ``label`` (or ``kto_tag``): whether it is a good one. Nothing is learnt from it itself.
+
+    Prompt and answer are in the columns of ``messages``, ``sharegpt``, ``alpaca`` or ``prompt_completion``; only the
+    last answer of a conversation counts.
+    """
+    column, is_good = judgment_of(row)
+    form = next((name for name in _CONVERSATIONS if FORMATS[name].columns <= row.keys()), None)
+    if form is None:
+        found = ", ".join(repr(name) for name in row if name != column) or "none"
+        raise BadRow(
+            f"has no answer that {column!r} could judge; give 'prompt' and 'completion', 'messages', 'conversations', "
+            f"or 'instruction' and 'output' (columns here: {found})"
+        )
+    answer = FORMATS[form].read(row)
+    if isinstance(answer, Chat):
+        roles = [message["role"] for message in answer.messages]
+        before = next((i for i in reversed(range(len(roles))) if roles[i] == "user"), -1)
+        if "assistant" not in roles[before + 1 :]:
+            raise BadRow(f"ends without an answer that {column!r} could judge; end it with the assistant's turn")
+        answer.marks = {i: False for i in range(before) if roles[i] == "assistant"}
+    elif isinstance(answer, Text) and not answer.prompt:
+        raise BadRow("'prompt' is empty; an answer is compared with others to the same prompt, which needs text")
+    assert isinstance(answer, Chat | Text), "the formats of conversations give nothing else"
+    columns = FORMATS[form].columns | FORMATS[form].optional | {column}
+    return Pair(answer, None, columns) if is_good else Pair(None, answer, columns)
+
+
 def _answered(row: RawRow, prompt: Turns | str | None, answer: Turns | str, name: str) -> Chat | Text:
     """Prompt with an answer, the value of the column ``name``, which alone is supervised."""
     if isinstance(prompt, str):
@@ -273,8 +308,9 @@ class Format(NamedTuple):
 _OF_CHATS = frozenset({"system", "tools", "functions", OPTIONS_COLUMN})
 """Columns that every format of conversations reads."""
 
-PREFERENCES = "preference"
-"""Format whose rows are pairs."""
+PREFERENCES, UNPAIRED = "preference", "unpaired_preference"
+OF_PAIRS = frozenset({PREFERENCES, UNPAIRED})
+"""Formats whose rows are pairs, of which the second has one answer of each."""
 
 FORMATS: dict[str, Format] = {
     "tokenized": Format(tokenized, frozenset({"input_ids"}), frozenset({"labels", *_TOKEN_MASKS, "attention_mask"})),
@@ -288,8 +324,10 @@ FORMATS: dict[str, Format] = {
         frozenset(PREFERENCE),
         frozenset({"prompt", "messages", "conversations", "instruction", "input", "history", REJECTED_TEXT}),
     ),
+    UNPAIRED: Format(unpaired_preference, frozenset(), frozenset(JUDGMENTS)),
 }
-FOUND_BY_COLUMNS = [name for name in FORMATS if name != PREFERENCES]
+_CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
+FOUND_BY_COLUMNS = [name for name in FORMATS if name not in OF_PAIRS]
 """Formats that ``auto`` finds: both answers of preference data train only where that is asked for."""
 EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values that say nothing."""
@@ -307,8 +345,9 @@ def unread_columns(row: RawRow, example: Example, form: str, columns: Mapping[st
     """Columns of a row with a value that its format does not read; ``id`` names a row in ``predict``."""
     theirs = columns or {}
     known = FORMATS[form].columns | {"id"}
-    known |= example.columns | {REJECTED_TEXT} if isinstance(example, Pair) else FORMATS[form].optional
-    known |= _OF_CHATS if isinstance(example.chosen if isinstance(example, Pair) else example, Chat) else set()
+    known |= example.columns if isinstance(example, Pair) else FORMATS[form].optional
+    known |= {REJECTED_TEXT} if form == PREFERENCES else set()
+    known |= _OF_CHATS if isinstance(answers_of(example)[0], Chat) else set()
     known = known - theirs.keys() | set(theirs.values())
     return [name for name in row if name not in known and row[name] not in EMPTY]
 
@@ -355,7 +394,7 @@ def find_format(row: RawRow) -> str:
 def hint_of_another_format(row: RawRow, form: str) -> str:
     """Advice for a row that does not follow a format and has all columns of another; empty for other rows."""
     other = next((name for name in FOUND_BY_COLUMNS if FORMATS[name].columns <= row.keys()), form)
-    if form in (other, PREFERENCES) or FORMATS[form].columns <= row.keys():  # pairs are mixed with nothing else
+    if form in (other, *OF_PAIRS) or FORMATS[form].columns <= row.keys():  # pairs are mixed with nothing else
         return ""
     return f"; it has the columns of {other}: give files of that format a source of their own (data.sources)"
 

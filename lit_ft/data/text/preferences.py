@@ -1,9 +1,9 @@
-"""Shapes of rows of preference data: where a row holds the prompt, and its chosen and its rejected answer."""
+"""Shapes of rows of preference data: where a row holds prompt, chosen and rejected answer, or a judgment."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lit_ft.data.text.columns import PREFERENCE, as_option
+from lit_ft.data.text.columns import JUDGMENTS, PREFERENCE, as_option
 from lit_ft.data.text.sources import RawRow
 from lit_ft.errors import BadRow
 
@@ -56,6 +56,29 @@ def comparison_of(row: RawRow) -> Comparison:
         "'instruction', 'messages' or 'conversations', and in 'chosen' and 'rejected' the answers alone; where it has "
         f"another column, map that, e.g. {as_option({'instruction': 'question'})}"
     )
+
+
+def judgment_of(row: RawRow) -> tuple[str, bool]:
+    """Column that says whether the answer of a row is a good one, and what it says.
+
+    Raises:
+        BadRow: there is none, or it says something else.
+    """
+    column = next((name for name in JUDGMENTS if row.get(name) is not None), None)
+    if column is None:
+        found = ", ".join(map(repr, row)) or "none"
+        raise BadRow(
+            "has no 'label', which says whether the answer is a good one (true or false); give it (columns here: "
+            f"{found})"
+        )
+    said = str(row[column]).strip().lower()
+    if said not in _GOOD and said not in _BAD:
+        raise BadRow(f"{column!r} is {row[column]!r}; true is needed for a good answer, false for a bad one")
+    return column, said in _GOOD
+
+
+_GOOD, _BAD = ("true", "1", "1.0"), ("false", "0", "0.0")
+"""Values of a judgment, also as cells of a table hold them."""
 
 
 def _answer(row: RawRow, name: str) -> Turns | str:

@@ -35,7 +35,16 @@ if TYPE_CHECKING:
 RawRow = dict[str, Any]
 """Row of a data set as it was read, by column."""
 FormatName = Literal[
-    "auto", "alpaca", "sharegpt", "messages", "completion", "prompt_completion", "tokenized", "indexed", "preference"
+    "auto",
+    "alpaca",
+    "sharegpt",
+    "messages",
+    "completion",
+    "prompt_completion",
+    "tokenized",
+    "indexed",
+    "preference",
+    "unpaired_preference",
 ]
 
 TEXT_FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".md")

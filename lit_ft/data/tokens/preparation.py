@@ -15,7 +15,7 @@ from lit_callbacks.output.quantities import as_count
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.data.text.formats import PREFERENCES, columns_of, find_format, renamed
+from lit_ft.data.text.formats import OF_PAIRS, columns_of, find_format, renamed
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens import cache as token_cache
@@ -217,7 +217,7 @@ class Preparation:
         stream = ((0, where, row) for where, row in source.rows())
         chunks = iter(lambda: (None, list(islice(stream, ROWS_PER_BATCH))), (None, []))
         parts = encode_batches(chunks, [tokenization], self._workers(source))
-        of_pairs = [CHOSEN] if tokenization.format == PREFERENCES else []
+        of_pairs = [CHOSEN] if tokenization.format in OF_PAIRS else []
         files = closing(ArrayFiles(folder, (*ARRAYS, FULL_LENGTHS, *of_pairs)))
         with process.held_signals() as stop, files as arrays, RowCount(source.path) as count, closing(parts):  # type: ignore[type-var]
             for _, locations, ((_, _, encoded),) in parts:

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash  # comes with datasets
 
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import IGNORE_INDEX
+from lit_ft.packed_batch import IGNORE_INDEX, Conversation
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TokenArrays:
     """``(samples,)``, int64, targets per sample; a sample's first token is never one, nor that of an answer's half."""
     chosen: np.ndarray | None = None
     """``(samples,)``, int64, where samples are pairs: tokens of the chosen conversation, which come before those of the
-    rejected one; None where they are not."""
+    rejected one; None where they are not. One of both is empty where answers are unpaired."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -47,23 +47,60 @@ class TokenArrays:
         """``(samples,)``, uint64, equal for samples that no split parts: equal ones, and pairs of one prompt."""
         if self.chosen is None:
             return self.digests
-        ends = (self.offsets[:, 0] + self.chosen).tolist()
-        halves = [(start, self.labels[start:end]) for start, end in zip(self.offsets[:, 0].tolist(), ends, strict=True)]
-        prompts = [(start, int(np.argmax(labels != IGNORE_INDEX))) for start, labels in halves]
+        prompts = zip(self.offsets[:, 0].tolist(), self.prompts.tolist(), strict=True)
         return np.array([_digest(self.ids[a : a + n], self.labels[a : a + n]) for a, n in prompts], dtype=np.uint64)
 
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """``(samples,)``, int64: tokens of a sample before its first supervised one."""
+        starts = [self.labels[a:b] != IGNORE_INDEX for a, b in self.offsets.tolist()]
+        return np.array([np.argmax(is_supervised) for is_supervised in starts], dtype=np.int64)
+
+    @cached_property
+    def partners(self) -> np.ndarray:
+        """``(samples,)``, int64: the next sample, after the last the first again, that answers another prompt; a sample
+        itself where all have one prompt."""
+        count, groups = len(self), self.groups
+        changes = np.flatnonzero(groups != np.roll(groups, -1))  # the last of each run of one prompt
+        if not len(changes):
+            return np.arange(count)
+        return (changes[np.searchsorted(changes, np.arange(count)) % len(changes)] + 1) % count
+
+    def mismatched(self, index: int) -> Conversation:
+        """Ids and labels of a pair's prompt with the answer of its partner, which alone is supervised.
+
+        They are cut at the longer one of both conversations.
+        """
+        partner = self.partners[index]
+        (start, end), (begin, stop) = self.conversations(np.array([index, partner]))[:: self.each]
+        prompt, answer = slice(start, start + self.prompts[index]), slice(begin + self.prompts[partner], stop)
+        longest = max(end - start, stop - begin)
+        ids, labels = (np.concatenate([part[prompt], part[answer]])[:longest] for part in (self.ids, self.labels))
+        return ids, labels
+
+    @property
+    def each(self) -> int:
+        """Conversations of each sample."""
+        return 2 if self.chosen is not None and not self.is_unpaired else 1
+
+    @cached_property
+    def is_unpaired(self) -> bool:
+        """Whether samples are pairs of which one answer is missing."""
+        return self.chosen is not None and bool(((self.chosen == 0) | (self.chosen == self.lengths)).all())
+
     def conversations(self, index: np.ndarray) -> np.ndarray:
-        """Begin and end of each of some samples, ``(conversations, 2)``, int64; of a pair those of both halves."""
+        """Begin and end of each of some samples, ``(conversations, 2)``, int64; of a pair those of both answers."""
         if self.chosen is None:
             return self.offsets[index]
         starts, ends = self.offsets[index].T
         borders = starts + self.chosen[index]
-        return np.stack([starts, borders, borders, ends], axis=1).reshape(-1, 2)
+        spans = np.stack([starts, borders, borders, ends], axis=1).reshape(-1, 2)
+        return spans[spans[:, 0] < spans[:, 1]]
 
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> Conversation:
         start, end = self.offsets[index]
         return self.ids[start:end], self.labels[start:end]
 
@@ -183,7 +220,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> Conversation:
         return self.parts[self.source[index]][self.index[index]]
 
     @property
@@ -191,16 +228,47 @@ class Samples:
         """Whether the samples are pairs of preference data; of mixtures, either all are or none is."""
         return bool(self.parts) and self.parts[0].chosen is not None
 
-    def pair(self, index: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether the samples are pairs of which one answer is missing."""
+        return self.has_pairs and all(part.is_unpaired for part in self.parts)
+
+    @cached_property
+    def is_rejected(self) -> np.ndarray:
+        """``(samples,)``, int8: 1 where the chosen answer of a pair is missing, else 0."""
+        parts = [np.zeros(0) if part.chosen is None else part.chosen == 0 for part in self.parts]
+        return self._gathered(parts, np.int8)
+
+    @property
+    def conversations_each(self) -> int:
+        """Conversations of each sample: 2 of a pair, if it is complete."""
+        return max((part.each for part in self.parts), default=1)
+
+    @property
+    def kind(self) -> str:
+        """What a sample is: sample, pair, or judged answer."""
+        return "judged answer" if self.is_unpaired else "pair" if self.has_pairs else "sample"
+
+    def pair(self, index: int) -> tuple[Conversation, Conversation]:
         """Ids and labels of the chosen and of the rejected conversation of a sample that is a pair."""
         chosen = self.parts[self.source[index]].chosen
         assert chosen is not None, "only pairs have two conversations"
         (ids, labels), border = self[index], int(chosen[self.index[index]])
         return (ids[:border], labels[:border]), (ids[border:], labels[border:])
 
-    def conversations(self, index: int) -> Sequence[tuple[np.ndarray, np.ndarray]]:
-        """Ids and labels of a sample, or of both conversations of a pair."""
-        return self.pair(index) if self.has_pairs else [self[index]]
+    def conversations(self, index: int) -> Sequence[Conversation]:
+        """Ids and labels of a sample, or of the conversations of a pair."""
+        return [half for half in self.pair(index) if len(half[0])] if self.has_pairs else [self[index]]
+
+    def answers_in(self, chosen: Sequence[int]) -> tuple[int, ...]:
+        """Whether some pairs have chosen answers (0) and rejected ones (1); nothing for samples that are no pairs."""
+        if not self.is_unpaired:
+            return (0, 1) if self.has_pairs else ()
+        return tuple(np.unique(self.is_rejected[chosen]).tolist())
+
+    def mismatched(self, index: int) -> Conversation:
+        """A pair's prompt with an answer to another one; see ``TokenArrays.mismatched``."""
+        return self.parts[self.source[index]].mismatched(int(self.index[index]))
 
     @property
     def longest(self) -> int:

@@ -25,6 +25,7 @@ from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.data.text.columns import PREFERENCE
 from lit_ft.data.text.formats import (
     FORMATS,
+    OF_PAIRS,
     OPTIONS_COLUMN,
     PREFERENCES,
     THINKING_KEYS,
@@ -43,7 +44,7 @@ from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_pieces
 from lit_ft.data.text.sources import RawRow
 from lit_ft.data.tokens.segment_encoder import TextEncoder
-from lit_ft.data.tokens.truncation import Encoded, Overlong, fit_to_length, join_pairs
+from lit_ft.data.tokens.truncation import Encoded, Overlong, as_halves, fit_to_length, join_pairs
 from lit_ft.data.worker_processes import leave_signals_to_parent
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.internals.executors import stop_feeding
@@ -149,7 +150,7 @@ class Tokenization:
         for name in filter(notes.__getitem__, NOTES):
             subject, rest = NOTES[name].format(**words).split(": ", 1)
             if name in _OF_SAMPLES:
-                subject = "answer" if self.format == PREFERENCES else "sample" if notes["split"] else subject
+                subject = "answer" if self.format in OF_PAIRS else "sample" if notes["split"] else subject
             # A row may have several answers or samples.
             is_of_rows = subject in ("answer", "sample")
             of = f"the {subject}s of {as_count(rows, 'row')}" if is_of_rows else as_count(rows, subject)
@@ -203,7 +204,7 @@ class Tokenization:
                 assert not isinstance(row, BadRow), "example raises it"
                 notes.update(_COLUMN + name for name in unread_columns(row, examples[i], self.format, self.columns))
         noted: dict[int, list[str]] = {}
-        encoded = (self._pairs if self.format == PREFERENCES else self._samples)(examples, bad, noted)
+        encoded = (self._pairs if self.format in OF_PAIRS else self._samples)(examples, bad, noted)
         notes.update(chain.from_iterable(noted.values()))
         notes.update(encoded.notes)
         encoded.count, encoded.bad, encoded.notes = len(rows), sorted(bad.items()), notes
@@ -216,15 +217,20 @@ class Tokenization:
         """
         halves: dict[int, Example] = {}
         for i, pair in pairs.items():
-            halves[2 * i], halves[2 * i + 1] = answers_of(pair)
+            assert isinstance(pair, Pair), "the formats of pairs give nothing else"
+            answers = enumerate((pair.chosen, pair.rejected))
+            halves.update((2 * i + k, answer) for k, answer in answers if answer is not None)
         bad_halves: dict[int, str] = {}
         noted_halves: dict[int, list[str]] = {}
-        encoded = join_pairs(self._samples(halves, bad_halves, noted_halves))
+        samples = self._samples(halves, bad_halves, noted_halves)
+        encoded = join_pairs(samples) if self.format == PREFERENCES else as_halves(samples)
         for half, problem in bad_halves.items():
-            bad.setdefault(half // 2, f"{PREFERENCE[half % 2]!r}: {problem}")
+            where = f"{PREFERENCE[half % 2]!r}: " if self.format == PREFERENCES else ""
+            bad.setdefault(half // 2, f"{where}{problem}")
         good = pairs.keys() - bad.keys()
         noted.update((i, _noted_of_pair(noted_halves.get(2 * i, []), noted_halves.get(2 * i + 1, []))) for i in good)
-        if incomplete := len(good) - len(encoded.rows) - encoded.notes["answers equal"]:
+        incomplete = len(good) - len(encoded.rows) - encoded.notes["answers equal"]
+        if incomplete and self.format == PREFERENCES:
             encoded.notes["pair incomplete"] = incomplete
         return encoded
 
@@ -285,11 +291,11 @@ class Tokenization:
                         noted.append("options left out")
                 else:
                     own = [text_pieces(example, closing)]  # type: ignore[arg-type]
-                    is_bare = self.format in ("prompt_completion", PREFERENCES)
+                    is_bare = self.format in ("prompt_completion", *OF_PAIRS)
                     if is_bare and (self.system or self.supervise != "assistant"):
                         noted.append("without turns")
                 check_encodable(own)
-                if self.format == PREFERENCES and len(own) > 1:
+                if self.format in OF_PAIRS and len(own) > 1:
                     raise BadRow(
                         f"{self.template.name} writes its earlier answers otherwise than the last, so that they make "
                         "several samples; compare the last answers alone, behind the same prompt"
@@ -358,7 +364,7 @@ def _noted_of_pair(chosen: list[str], rejected: list[str]) -> list[str]:
 def contents_of(example: Example) -> list[str]:
     """Texts of a row itself, without the text that a template adds."""
     if isinstance(example, Pair):
-        return [*contents_of(example.chosen), *contents_of(example.rejected)]
+        return [text for answer in answers_of(example) for text in contents_of(answer)]
     if isinstance(example, Chat):
         return [message["content"] for message in example.messages]
     return [example.prompt, example.text] if isinstance(example, Text) else []

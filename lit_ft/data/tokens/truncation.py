@@ -35,7 +35,8 @@ class Encoded:
     notes: Counter[str] = field(default_factory=Counter)
     """Counts by the names of ``tokenization.NOTES``."""
     chosen: np.ndarray | None = None
-    """``(samples,)``, int64, where samples are pairs: tokens of the chosen conversation; None where they are not."""
+    """``(samples,)``, int64, where samples are pairs: tokens of the chosen conversation, 0 in a pair of a rejected one
+    alone; None where they are not."""
 
 
 def fit_to_length(
@@ -102,6 +103,19 @@ def join_pairs(encoded: Encoded) -> Encoded:
     encoded.rows, encoded.lengths = rows[kept] // 2, lengths[kept] + lengths[kept + 1]
     encoded.chosen = lengths[kept]
     encoded.too_long = list({row // 2: length for row, length in encoded.too_long}.items())
+    return encoded
+
+
+def as_halves(encoded: Encoded) -> Encoded:
+    """Make a pair of each conversation, whose other one is missing.
+
+    Args:
+        encoded: conversations, of row ``2 r`` a chosen and of row ``2 r + 1`` a rejected one; changed in place and
+            returned.
+    """
+    encoded.chosen = np.where(encoded.rows % 2 == 0, encoded.lengths, 0)
+    encoded.rows = encoded.rows // 2
+    encoded.too_long = [(row // 2, length) for row, length in encoded.too_long]
     return encoded
 
 

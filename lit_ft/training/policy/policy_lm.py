@@ -179,7 +179,7 @@ class PolicyLM(RewardedAnswersModule, CausalLM):
         batch["target_reference"] = torch.zeros_like(batch["target_weights"])
         if batch["segment_lengths"]:
             assert isinstance(self.model, PeftModel), "others are refused"
-            with self.answering():
+            with self.apart_from_training():
                 self.eval()
                 is_new = self.trainer.global_step == 0
                 batch["target_reference"] = reference_losses(self, self.model, batch, is_new)

@@ -1,7 +1,6 @@
 """Part of a LightningModule that answers prompts and lets rewards judge the answers."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,23 +57,12 @@ class RewardedAnswersModule(AnsweringModule):
         if is_computed:
             seeds = [one.seed(self.trainer.global_step, answer) for one in asked for answer in range(each)]
             options = AnswerOptions(sampling, seeds, prompts, self.answers_at_once)
-            with self.answering():
+            with self.apart_from_training():
                 answers = self.ended_answers(texts, self.max_new_tokens, options)
         sampled = self._sampled(asked, texts, answers)
         rewards = self._rewards(sampled).view(len(self.rewards), len(asked), each)
         factors = torch.tensor(self.reward_weights).view(-1, 1, 1)
         return Rollouts(asked, [one.ids for one in answers], sampled, rewards, (factors * rewards).sum(0))
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Context of answers by the weights that train, in the run's precision; training modes are restored."""
-        modes = {part: part.training for part in self.modules()}
-        try:
-            with self.trainer.precision_plugin.forward_context():
-                yield
-        finally:
-            for part, training in modes.items():
-                part.training = training
 
     def _sampled(
         self, asked: Sequence[Asked], texts: Sequence[str], answers: Sequence[GeneratedAnswer]

@@ -19,11 +19,15 @@ class AnswerLogProbs(NamedTuple):
     """Log-probabilities of one answer of each pair."""
 
     policy: Tensor
-    """``(P,)``, fp32: sum over the answer's supervised tokens, by the model that trains."""
+    """``(P,)``, fp32: sum over the answer's supervised tokens, by the model that trains; of a missing answer
+    ``divergence``."""
     reference: Tensor
-    """``(P,)``, fp32: the same by the model as it was before training."""
+    """``(P,)``, fp32: the same by the model as it was before training; of a missing answer 0."""
     tokens: Tensor
-    """``(P,)``, fp32: number of supervised tokens of the answer."""
+    """``(P,)``, fp32: number of supervised tokens of the answer; 0 where it is missing."""
+    divergence: Tensor
+    """``(P,)``, fp32: estimate of the Kullback-Leibler divergence of the model from what it was before training, the
+    same for all pairs of an optimizer step; 0 where the objective does not need it."""
 
     @property
     def ratio(self) -> Tensor:
@@ -41,6 +45,10 @@ class Objective(ABC):
 
     needs_reference: ClassVar[bool]
     """Whether it compares the model with what it was before training."""
+    needs_divergence: ClassVar[bool] = False
+    """Whether it reads ``divergence``, for which each step has a further forward pass; it then needs the reference."""
+    takes_unpaired: ClassVar[bool] = False
+    """Whether it also has a loss of a pair of which one answer is missing."""
 
     @abstractmethod
     def losses(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
@@ -171,6 +179,42 @@ class ORPO(Objective):
         return self.beta * answer.mean
 
 
+class KTO(Objective):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306, equation 8): answers judged one by one.
+
+    A good answer is to become more probable than the divergence says of any, a bad one less. The loss of a pair is the
+    mean over its answers.
+    """
+
+    needs_reference = True
+    needs_divergence = True
+    takes_unpaired = True
+
+    def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
+        """Set the loss.
+
+        Args:
+            beta: strength of the pull to the reference; a larger one changes the model less.
+            desirable_weight: weight of good answers. The paper advises weights that let both kinds count alike: number
+                of good answers times their weight between 1 and 4/3 of the same of bad ones.
+            undesirable_weight: weight of bad answers.
+        """
+        check_types("model.objective", KTO.__init__, locals())
+        _check_positive(beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+        self.beta, self.desirable_weight, self.undesirable_weight = beta, desirable_weight, undesirable_weight
+
+    def losses(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
+        """Loss of each pair, ``(P,)``."""
+        is_good, is_bad = ((answer.tokens > 0).to(answer.policy.dtype) for answer in (chosen, rejected))
+        of_good = self.desirable_weight * torch.sigmoid(self.beta * (chosen.divergence - chosen.ratio))
+        of_bad = self.undesirable_weight * torch.sigmoid(self.beta * (rejected.ratio - rejected.divergence))
+        return (is_good * of_good + is_bad * of_bad) / (is_good + is_bad)
+
+    def reward(self, answer: AnswerLogProbs) -> Tensor:
+        """``beta`` times the log-ratio to the reference, ``(P,)``."""
+        return self.beta * answer.ratio
+
+
 def check_objective(objective: Objective) -> None:
     """Try an objective on three pairs, so that one that a user has written fails before the long work starts.
 
@@ -184,7 +228,8 @@ def check_objective(objective: Objective) -> None:
             "compares the model with what it was before training"
         )
     policy = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
-    chosen, rejected = (AnswerLogProbs(k * policy, torch.zeros(pairs), torch.full((pairs,), 4.0)) for k in (1, 2))
+    zeros, four = torch.zeros(pairs), torch.full((pairs,), 4.0)
+    chosen, rejected = (AnswerLogProbs(k * policy, zeros, four, zeros) for k in (1, 2))
     with explained("model.objective", f"fix {name}"), torch.enable_grad():
         found = {"losses": objective.losses(chosen, rejected), "reward": objective.reward(chosen)}
     for method, values in found.items():

@@ -1,7 +1,10 @@
 """Log-probabilities and loss of the pairs of a packed batch, from the cross-entropy of its supervised tokens."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_ft.packed_batch import PackedBatch
@@ -9,10 +12,16 @@ from lit_ft.training.loss.token_cross_entropy import LossOf
 from lit_ft.training.preference.objectives import AnswerLogProbs, Objective
 
 
-def with_reference(batch: PackedBatch, log_probs: Tensor | None = None) -> PackedBatch:
-    """A batch of pairs with log-probabilities of the reference, ``(P, 2)``; None stands for 0."""
+def with_reference(
+    batch: PackedBatch, log_probs: Tensor | None = None, divergence: Tensor | None = None
+) -> PackedBatch:
+    """A batch of pairs with log-probabilities of the reference, ``(P, 2)``, and the divergence; None stands for 0."""
     zeros = torch.zeros(len(batch["pairs"]), 2, device=batch["pairs"].device)
-    return {**batch, "reference_log_probs": zeros if log_probs is None else log_probs}
+    return {
+        **batch,
+        "reference_log_probs": zeros if log_probs is None else log_probs,
+        "divergence": zeros.new_zeros(()) if divergence is None else divergence,
+    }
 
 
 def answer_log_probs(per_token: Tensor, batch: PackedBatch) -> tuple[AnswerLogProbs, AnswerLogProbs]:
@@ -26,11 +35,24 @@ def answer_log_probs(per_token: Tensor, batch: PackedBatch) -> tuple[AnswerLogPr
     # In fp64, so that the order in which a GPU adds does not count.
     wide = per_token.dtype if per_token.device.type == "mps" else torch.float64
     sums = per_token.new_zeros(count, dtype=wide).index_add(0, answer, per_token.to(wide))
-    policy = -sums.to(per_token.dtype).view(-1, 2)
     tokens = per_token.new_zeros(count).index_add(0, answer, torch.ones_like(per_token)).view(-1, 2)
-    reference = batch["reference_log_probs"]
-    chosen, rejected = (AnswerLogProbs(policy[:, k], reference[:, k], tokens[:, k]) for k in (0, 1))
+    reference, divergence = batch["reference_log_probs"], batch["divergence"].expand(len(batch["pairs"]))
+    # So that an answer that is missing has become as probable as the divergence says of any.
+    policy = torch.where(tokens > 0, -sums.to(per_token.dtype).view(-1, 2), divergence[:, None])
+    chosen, rejected = (AnswerLogProbs(policy[:, k], reference[:, k], tokens[:, k], divergence) for k in (0, 1))
     return chosen, rejected
+
+
+def mismatched_log_probs(module: LightningModule, batches: Iterable[PackedBatch]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Indices ``(P,)`` of pairs, and log-probabilities ``(P,)`` of answers to other prompts, of each of some batches.
+
+    Args:
+        module: module whose forward pass gives the loss of a packed batch, in evaluation mode and without gradients.
+        batches: those of ``window_mismatched``.
+    """
+    for batch in map(with_reference, batches):
+        answer, _ = answer_log_probs(module(batch).per_token, batch)
+        yield batch["pairs"], answer.policy
 
 
 def loss_of_pairs(objective: Objective, batch: PackedBatch) -> LossOf:

@@ -1,9 +1,12 @@
 """The LightningModule of preference tuning."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, cast
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.evaluation.evaluation_side_effects import evaluating
 from torch import Tensor
 
 from lit_ft.errors import RecipeError, check_types
@@ -20,26 +23,27 @@ from lit_ft.training.preference.reference import ReferenceLogProbs
 
 
 class PreferenceLM(CausalLM):
-    """Fine-tune a causal language model on pairs of a better and a worse answer: DPO, IPO, SimPO, ORPO.
+    """Fine-tune a causal language model on better and worse answers: DPO, IPO, SimPO, ORPO, KTO.
 
-    It takes data of the format ``preference``. The loss is the mean over the pairs of the whole optimizer step.
+    It takes data of the format ``preference``, pairs of answers, and with KTO also of ``unpaired_preference``, of which
+    each sample is a pair that lacks one answer. The loss is the mean over the pairs of the whole optimizer step.
     Objectives that compare the model with a reference take it as it is when the run begins, with a given adapter: its
     log-probabilities are computed once, before the first step, and saved in checkpoints.
 
     Logged: ``{train,val,test}/{loss,reward_accuracy,reward_margin,reward_chosen,reward_rejected,log_prob_chosen,
-    log_prob_rejected}``, means over pairs (``metrics.NAMES``), and otherwise what ``CausalLM`` logs, without perplexity
-    and token accuracy.
+    log_prob_rejected}``, means over pairs (``metrics.NAMES``), with KTO also ``kl``, and otherwise what ``CausalLM``
+    logs, without perplexity and token accuracy.
     """
 
-    measured = NAMES
+    measured: Sequence[str] = NAMES
 
     def __init__(self, pretrained: str, objective: Objective | None = None, **kwargs: Any) -> None:
         """Say what is trained and how.
 
         Args:
             pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
-            objective: loss of a pair, by class_path: lit_ft.DPO, lit_ft.IPO, lit_ft.SimPO, lit_ft.ORPO, or your own
-                lit_ft.training.preference.objectives.Objective. null is DPO.
+            objective: loss of a pair, by class_path: lit_ft.DPO, lit_ft.IPO, lit_ft.SimPO, lit_ft.ORPO,
+                lit_ft.KTO, or your own lit_ft.training.preference.objectives.Objective. null is DPO.
             **kwargs: the other options of ``CausalLM``.
         """
         check_types("model", PreferenceLM.__init__, {"objective": objective})
@@ -55,6 +59,15 @@ class PreferenceLM(CausalLM):
         self.train_metrics = PairMetrics(self.objective, has_router_loss)
         self.val_metrics, self.test_metrics = PairMetrics(self.objective), PairMetrics(self.objective)
         self._reference = ReferenceLogProbs()
+        self._divergence: dict[str, Tensor] = {}
+        """Scalar, fp32, by split: of the optimizer step, or of the set."""
+        if self.needs_divergence:
+            self.measured = (*NAMES, "kl")
+
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether the objective needs the divergence from the reference, which further forward passes give."""
+        return self.objective.needs_divergence
 
     def setup(self, stage: str) -> None:
         """Refuse data that is no pairs.
@@ -69,6 +82,13 @@ class PreferenceLM(CausalLM):
                 f"{type(self).__name__} trains on pairs of a better and a worse answer, and the data holds none; set "
                 "data.format=preference (rows of prompt, chosen, rejected) in a lit_ft.TextDataModule, or train on "
                 "single answers with lit_ft.CausalLM"
+            )
+        has_single = isinstance(data, GivesPairs) and data.is_unpaired
+        if stage != "predict" and has_single and not self.objective.takes_unpaired:
+            raise RecipeError(
+                f"model.objective: {type(self.objective).__name__} compares two answers to a prompt, and the data has "
+                "single ones (data.format=unpaired_preference); set model.objective to lit_ft.KTO, or give rows of "
+                "prompt, chosen and rejected (data.format=preference)"
             )
         self._reference.begin()
 
@@ -98,7 +118,7 @@ class PreferenceLM(CausalLM):
     def _with_reference(self, batch: PackedBatch | Mapping[str, Tensor], split: str) -> PackedBatch:
         packed = self._packed.as_packed_batch(batch)
         known = self._reference.of(split, packed["pairs"]) if self.objective.needs_reference else None
-        return with_reference(packed, known)
+        return with_reference(packed, known, self._divergence.get(split))
 
     def _record(self, record: Callable[..., None], result: TokenLoss, batch: PackedBatch) -> None:
         losses = self.objective.losses(*answer_log_probs(result.per_token, batch))
@@ -119,22 +139,53 @@ class PreferenceLM(CausalLM):
         if self.trainer.limit_val_batches:  # Lightning may open the data only epochs later, with other weights
             self._prepare_reference("val")
         self._reference.is_of_start = False
+        self._divergence.pop("train", None)
 
     def on_validation_start(self) -> None:
         """The same of the validation data, before the sanity check or in `validate`."""
         super().on_validation_start()
         self._prepare_reference("val")
+        of_sanity_check = self.trainer.sanity_checking
+        self._estimate("val", self.trainer.num_sanity_val_batches if of_sanity_check else self.trainer.num_val_batches)
 
     def on_test_start(self) -> None:
         """The same of the test data, in `test`."""
         super().on_test_start()
         self._prepare_reference("test")
+        self._estimate("test", self.trainer.num_test_batches)
 
     def _prepare_reference(self, split: str) -> None:
         data = datamodule_of(self.trainer)
         assert isinstance(data, GivesPairs), "setup has refused other data"
         if self.objective.needs_reference:
-            self._reference.prepare(self.trainer, self, data, split)
+            self._reference.prepare(self.trainer, self, data, split, self.needs_divergence)
+
+    # --- divergence ------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Estimate the divergence at the first micro-batch of an optimizer step."""
+        super().on_train_batch_start(batch, batch_idx)
+        if not self.needs_divergence:
+            return
+        mismatched = cast(PackedBatch, batch)["window_mismatched"]
+        if "train" not in self._divergence or batch_idx % self.trainer.accumulate_grad_batches == 0:
+            with self.apart_from_training(), torch.no_grad():
+                self.eval()
+                self._divergence["train"] = self._reference.divergence(self.trainer, self, "train", mismatched)
+
+    def _estimate(self, split: str, limits: Sequence[int | float]) -> None:
+        """Estimate the divergence over the batches of a validation or a test, within the limits of its loaders."""
+        if not self.needs_divergence or self._reference.is_of_start:  # 0: it is its reference
+            return
+        data = datamodule_of(self.trainer)
+        assert isinstance(data, GivesPairs), "setup has refused other data"
+        pairs = data.pairs(split)
+        assert pairs is not None, "there is what is validated"
+        batches = (self.trainer.strategy.batch_to_device(batch) for batch in islice(pairs.loader, int(sum(limits))))
+        mismatched = (one for batch in batches for one in batch["window_mismatched"])
+        with evaluating(self.trainer, self):
+            found = self._reference.divergence(self.trainer, self, split, mismatched, pairs.indices)
+        self._divergence[split] = found
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Keep the objective, and the reference's log-probabilities: no resumed run could compute them."""
