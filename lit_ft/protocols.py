@@ -199,6 +199,13 @@ class LearnsPreferences(Protocol):
     def needs_divergence(self) -> bool:
         """Whether batches must have ``window_mismatched``."""
 
+    @property
+    def takes_unpaired(self) -> bool:
+        """Whether one answer of a pair may be missing."""
+
+    def describe_objective(self) -> str:
+        """Text on what answers train it, and by which objective."""
+
 
 @runtime_checkable
 class SamplesAnswers(Protocol):

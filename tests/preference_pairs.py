@@ -1,4 +1,4 @@
-"""Pairs of preference data, and fits of PreferenceLM on them that record what each step and validation measures."""
+"""Pairs of preference data, judged answers, and fits of PreferenceLM on them that record what each step and validation measures."""
 
 import json
 from pathlib import Path
@@ -29,9 +29,23 @@ def write_pairs(folder: Path) -> str:
     return str(folder / "pairs.jsonl")
 
 
+def write_judged(folder: Path) -> str:
+    """Files of one answer of each of these pairs, of every third row the bad one."""
+    path = write_pairs(folder)
+    for file in folder.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        judged = [
+            {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
+            for n, row in enumerate(rows)
+        ]
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged), "utf-8")
+    return path
+
+
 def data_of(path: str, **options: Any) -> TextDataModule:
-    given = {"micro_batch_size": 2, "max_length": 96, "val_path": str(Path(path).with_name("val.jsonl")), **options}
-    return TextDataModule(path, format="preference", **given)
+    beside = str(Path(path).with_name("val.jsonl"))
+    given = {"format": "preference", "micro_batch_size": 2, "max_length": 96, "val_path": beside, **options}
+    return TextDataModule(path, **given)
 
 
 def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: int = 1, strategy: Any = "auto") -> Any:

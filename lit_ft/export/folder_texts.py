@@ -81,7 +81,7 @@ def run_texts(
         grows=has_more_tokens(module.tokenizer, spec.base),
         text_class=text_class(spec.base.pretrained),
         samples=samples,
-        sample_kind="pair" if isinstance(module, LearnsPreferences) else "sample",
+        sample_kind="pair" if isinstance(module, LearnsPreferences) and not module.takes_unpaired else "sample",
         metrics=_results(_last_of(run.root / "metrics.csv", checkpoint) or logged),
         recipe=recipe,
     )
@@ -94,7 +94,7 @@ def run_texts(
 def notes_on_loss(module: CausalLM) -> list[str]:
     """What a model card says of the loss, where it is not the mean cross-entropy of answers."""
     if isinstance(module, LearnsPreferences):
-        return [f"Trained on pairs of a better and a worse answer by `{module.objective!r}`."]
+        return [f"Trained on {module.describe_objective()}."]
     if isinstance(module, LearnsFromTeacher):
         return [f"Trained on {module.describe_objective()}."]
     if isinstance(module, SamplesAnswers):

@@ -47,7 +47,7 @@ class Card:
     samples: Mapping[str, int] = field(default_factory=dict)
     """Number of training samples by source, where known."""
     sample_kind: Literal["sample", "pair"] = "sample"
-    """What a sample is: a pair of answers in preference tuning."""
+    """What a sample is: a pair of answers in preference tuning, unless its objective takes single ones too."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics at the end of the run."""
     recipe: Recipe = field(default_factory=dict)

@@ -69,6 +69,16 @@ class PreferenceLM(CausalLM):
         """Whether the objective needs the divergence from the reference, which further forward passes give."""
         return self.objective.needs_divergence
 
+    @property
+    def takes_unpaired(self) -> bool:
+        """Whether the objective has a loss of a pair of which one answer is missing."""
+        return self.objective.takes_unpaired
+
+    def describe_objective(self) -> str:
+        """Text on what answers train it, and by which objective."""
+        what = "better and worse answers" if self.takes_unpaired else "pairs of a better and a worse answer"
+        return f"{what} by `{self.objective!r}`"
+
     def setup(self, stage: str) -> None:
         """Refuse data that is no pairs.
 
@@ -84,7 +94,7 @@ class PreferenceLM(CausalLM):
                 "single answers with lit_ft.CausalLM"
             )
         has_single = isinstance(data, GivesPairs) and data.is_unpaired
-        if stage != "predict" and has_single and not self.objective.takes_unpaired:
+        if stage != "predict" and has_single and not self.takes_unpaired:
             raise RecipeError(
                 f"model.objective: {type(self.objective).__name__} compares two answers to a prompt, and the data has "
                 "single ones (data.format=unpaired_preference); set model.objective to lit_ft.KTO, or give rows of "

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lit_ft.errors import RecipeError
-from lit_ft.training.preference.objectives import DPO, IPO, ORPO, AnswerLogProbs, Objective, SimPO, check_objective
+from lit_ft.training.preference.objectives import DPO, IPO, KTO, ORPO, AnswerLogProbs, Objective, SimPO, check_objective
 
-CHOSEN = {"policy": -12.0, "reference": -14.0, "tokens": 8.0}
-REJECTED = {"policy": -20.0, "reference": -19.0, "tokens": 10.0}
+CHOSEN = {"policy": -12.0, "reference": -14.0, "tokens": 8.0, "divergence": 0.0}
+REJECTED = {"policy": -20.0, "reference": -19.0, "tokens": 10.0, "divergence": 0.0}
 
 
 def _answer(**values: float) -> AnswerLogProbs:
@@ -47,6 +47,24 @@ def test_losses_and_rewards(objective: Objective, loss: float, rewards: tuple[fl
     assert float(objective.reward(rejected)) == pytest.approx(rewards[1])
 
 
+@pytest.mark.parametrize(
+    ("objective", "good", "bad"),
+    [(KTO(), (0.1, 1), (0.1, 1)), (KTO(beta=0.5, desirable_weight=0.7, undesirable_weight=2.0), (0.5, 0.7), (0.5, 2))],
+)
+def test_the_loss_of_answers_that_are_judged(objective: KTO, good: Any, bad: Any) -> None:
+    """One by one, and of a complete pair their mean."""
+    divergence = {"divergence": 1.5}
+    chosen, rejected = _answer(**CHOSEN | divergence), _answer(**REJECTED | divergence)
+    missing = _answer(policy=1.5, reference=0.0, tokens=0.0, divergence=1.5)
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    of_good = good[1] * (1 - sigmoid(good[0] * (2 - 1.5)))
+    of_bad = bad[1] * (1 - sigmoid(bad[0] * (1.5 + 1)))
+    assert float(objective.losses(chosen, missing)) == pytest.approx(of_good, rel=1e-5)
+    assert float(objective.losses(missing, rejected)) == pytest.approx(of_bad, rel=1e-5)
+    assert float(objective.losses(chosen, rejected)) == pytest.approx((of_good + of_bad) / 2, rel=1e-5)
+    assert float(objective.reward(chosen)) == pytest.approx(2 * good[0])
+
+
 def test_options_that_a_run_names() -> None:
     assert repr(DPO(label_smoothing=0.1)) == "DPO(beta=0.1, label_smoothing=0.1, nll_weight=0)"
     assert repr(SimPO()) == "SimPO(beta=2, gamma=1)"
@@ -54,7 +72,7 @@ def test_options_that_a_run_names() -> None:
 
 def test_an_answer_that_is_certain_has_finite_odds() -> None:
     policy = torch.zeros(1, requires_grad=True)
-    certain = AnswerLogProbs(policy, policy, torch.ones(1))
+    certain = AnswerLogProbs(policy, policy, torch.ones(1), torch.zeros(1))
     loss = ORPO().losses(certain, _answer(**REJECTED))
     assert torch.isfinite(loss).all()
     assert torch.isfinite(torch.autograd.grad(loss.sum(), policy)[0]).all()

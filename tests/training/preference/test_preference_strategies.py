@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from compared_strategies import STRATEGIES, assert_same, sgd
 from lightning.pytorch import Callback
-from preference_pairs import LORA, data_of, fit, write_pairs
+from preference_pairs import LORA, data_of, fit, write_judged, write_pairs
 from ranks import LiveRanks
 
-from lit_ft import DPO, PreferenceLM
+from lit_ft import DPO, KTO, PreferenceLM
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("preference")]  # its tests share ranks and fits
 
@@ -20,6 +20,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("preference")]  # i
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_judged(tmp_path_factory.mktemp("judged"))
 
 
 def _fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], name: str) -> Any:
@@ -31,6 +36,7 @@ def _fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], name: s
 WAYS: dict[str, dict[str, Any]] = {
     "adapter": {},
     "everything": {"model": {"peft": None, "objective": DPO(beta=0.5, nll_weight=0.3)}},
+    "judged": {"model": {"objective": KTO(beta=0.5)}, "data": {"format": "unpaired_preference"}},
 }
 
 
@@ -39,17 +45,26 @@ WAYS: dict[str, dict[str, Any]] = {
     [
         *((name, "adapter") for name in ("ddp", "fsdp", "zero3", "tp2", "cp2", "pp2")),
         *((name, "everything") for name in ("fsdp", "zero3", "tp2", "cp2 x pp2")),  # with a head that trains
+        *((name, "judged") for name in ("ddp", "fsdp", "zero3", "tp2", "cp2 x pp2")),
     ],
 )
 def test_same_numbers(
-    make_trainer: Any, model_folder: str, pairs: str, kept: dict[str, Any], live_ranks: LiveRanks, name: str, way: str
+    make_trainer: Any,
+    model_folder: str,
+    pairs: str,
+    judged: str,
+    kept: dict[str, Any],
+    live_ranks: LiveRanks,
+    name: str,
+    way: str,
 ) -> None:
+    path = judged if way == "judged" else pairs
     if way not in kept:
         os.environ["PL_GLOBAL_SEED"] = "3"
-        kept[way] = fit(make_trainer, model_folder, pairs, WAYS[way])
+        kept[way] = fit(make_trainer, model_folder, path, WAYS[way])
     one, means, weights = kept[way]
     world = STRATEGIES[name][1]
-    ranks = live_ranks(world, _fit, make_trainer, model_folder, pairs, WAYS[way], name, timeout=100)
+    ranks = live_ranks(world, _fit, make_trainer, model_folder, path, WAYS[way], name, timeout=100)
     found = ranks[0][2]  # which other ranks do not keep under some strategies
     for steps, same, _ in ranks:
         assert_same(steps, found, one, weights, 2e-5)
