@@ -1,13 +1,13 @@
 """Fine-tune Hugging Face causal language models with Lightning.
 
-``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
-mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on better and worse answers by an objective (``DPO``, ``IPO``,
-``SimPO``, ``ORPO``, ``KTO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``, ``DAPO``,
-``RLOO``) and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``), ``DistillationLM``
-and ``OnPolicyDistillationLM`` on a teacher's probabilities, by a divergence (``ForwardKL``, ``ReverseKL``,
-``JensenShannon``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers,
-``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error that a
-user can correct. LoRA::
+``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of
+its mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on better and worse answers by an objective (``DPO``,
+``IPO``, ``SimPO``, ``ORPO``, ``KTO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``,
+``DAPO``, ``RLOO``) and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``),
+``DistillationLM`` and ``OnPolicyDistillationLM`` on a teacher's probabilities, by a divergence (``ForwardKL``,
+``ReverseKL``, ``JensenShannon``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare
+answers, ``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error
+that a user can correct. LoRA::
 
     from lightning.pytorch import Trainer
     from peft import LoraConfig

@@ -1,4 +1,4 @@
-"""Pairs of preference data, judged answers, and fits of PreferenceLM on them that record what each step and validation measures."""
+"""Pairs, judged answers, and fits of PreferenceLM on them that record what each step and validation measures."""
 
 import json
 from pathlib import Path

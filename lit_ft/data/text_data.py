@@ -273,8 +273,8 @@ class TextDataModule(LightningDataModule):
         module = None if self.trainer is None else self.trainer.lightning_module
         if module is not None and stage != "predict" and self.has_pairs and not isinstance(module, LearnsPreferences):
             raise RecipeError(
-                f"data.format={UNPAIRED if self.is_unpaired else PREFERENCES} is for lit_ft.PreferenceLM, and the model "
-                f"is a {type(module).__name__}, which trains on single good answers; set model.class_path to "
+                f"data.format={UNPAIRED if self.is_unpaired else PREFERENCES} is for lit_ft.PreferenceLM, and the "
+                f"model is a {type(module).__name__}, which trains on single good answers; set model.class_path to "
                 "lit_ft.PreferenceLM, or map the chosen answers with data.columns"
             )
         if isinstance(module, SamplesAnswers):
