@@ -27,11 +27,11 @@ _QUOTED = ("'", '"', "|", ">")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _THEIR_CLASSES = {"_component_", "_target_"}
 """What torchtune and Hydra write for ``class_path``."""
-_OBJECTIVES = {"dpo", "ipo", "orpo", "simpo"}
+_OBJECTIVES = {"dpo", "ipo", "kto", "orpo", "simpo"}
 """Objectives of preference tuning, each with a recipe of its name in ``recipes/preference``."""
 _ALGORITHMS = {"dapo": "lit_ft.DAPO", "dr_grpo": "lit_ft.DrGRPO", "grpo": "lit_ft.GRPO", "rloo": "lit_ft.RLOO"}
 """Algorithms of policy optimization."""
-_NOT_HERE = {"cpo", "ebft", "gdpo", "kto", "ppo", "rm"}
+_NOT_HERE = {"cpo", "ebft", "gdpo", "ppo", "rm"}
 """What ``stage`` of LLaMA-Factory, ``rl`` of Axolotl and ``rlhf_type`` of ms-swift call training that is not here."""
 _LISTS_OF_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+")
 _FILES_OF_MODELS = {

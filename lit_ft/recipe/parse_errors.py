@@ -280,7 +280,7 @@ _CLASSES_BELOW = {
     "model.quantization": ("transformers.BitsAndBytesConfig",),
     "model": ("lit_ft.PreferenceLM", "lit_ft.PolicyLM", "lit_ft.DistillationLM", "lit_ft.OnPolicyDistillationLM"),
     "model.algorithm": ("lit_ft.GRPO",),
-    "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO"),
+    "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO", "lit_ft.KTO"),
     "model.divergence": ("lit_ft.ForwardKL", "lit_ft.JensenShannon"),
     "model.rewards": ("lit_ft.Matches", "lit_ft.OverlongPenalty"),
     "model.token_weights": ("lit_ft.DFT",),

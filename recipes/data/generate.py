@@ -206,7 +206,7 @@ def preference_row(answer_in: Language, rng: random.Random) -> dict[str, object]
 
 
 def write_preferences(out: Path, seed: int, count: int = 60) -> None:
-    """Write ``preferences.jsonl``, half into English and half into Chinese, and its answers, ``judged_answers.jsonl``."""
+    """Write ``preferences.jsonl``, half into English and half into Chinese, and its answers in another file."""
     rng = random.Random(seed)
     rows = [preference_row((ENGLISH, CHINESE)[index % 2], rng) for index in range(count)]
     judged: list[dict[str, object]] = [

@@ -146,11 +146,23 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "base_model: x\nrl: dpo\ndpo_loss_type: [ipo]\nrl_beta: 0.1\n",
         "rl_beta = model.objective.beta; leave out rl; for preference tuning add --config recipes/preference/ipo.yaml",
     ),
+    "KTO of LLaMA-Factory": (
+        "kto.yaml",
+        OTHER_RECIPE.replace("sft", "kto") + "pref_beta: 0.1\nkto_rejected_weight: 2.0\n",
+        "pref_beta = model.objective.beta, kto_rejected_weight = model.objective.undesirable_weight of lit_ft.KTO; "
+        "leave out stage; for preference tuning add --config recipes/preference/kto.yaml (docs/preferences.md)",
+    ),
+    "KTO of Axolotl": (
+        "kto.yaml",
+        "base_model: x\nrl: kto\nrl_beta: 0.1\nkto_desirable_weight: 0.2\n",
+        "kto_desirable_weight = model.objective.desirable_weight of lit_ft.KTO; leave out rl; for preference tuning "
+        "add --config recipes/preference/kto.yaml",
+    ),
     "a loss of ms-swift that is not here": (
         "dpo.yaml",
         "model: x\nrlhf_type: dpo\nloss_type: hinge\nref_adapters: y\n",
         "; leave out rlhf_type, ref_adapters; there is no loss_type: hinge here, of preference tuning there are dpo, "
-        "ipo, orpo, simpo (docs/preferences.md); take one of these, or keep that trainer for this step",
+        "ipo, kto, orpo, simpo (docs/preferences.md); take one of these, or keep that trainer for this step",
     ),
     "GRPO of ms-swift": (
         "grpo.yaml",
@@ -264,12 +276,12 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "ppo.yaml",
         "model: x\nrlhf_type: ppo\nreward_model: y\nnum_ppo_epochs: 4\n",
         "leave out rlhf_type, reward_model, num_ppo_epochs; there is no rlhf_type: ppo here, of preference tuning "
-        "there are dpo, ipo, orpo, simpo (docs/preferences.md), of policy optimization there are dapo, dr_grpo, grpo",
+        "there are dpo, ipo, kto, orpo, simpo (docs/preferences.md), of policy optimization there are dapo, dr_grpo",
     ),
     "a reward model of LLaMA-Factory": (
         "rm.yaml",
         OTHER_RECIPE.replace("sft", "rm"),
-        "leave out stage; there is no stage: rm here, of preference tuning there are dpo, ipo, orpo, simpo",
+        "leave out stage; there is no stage: rm here, of preference tuning there are dpo, ipo, kto, orpo, simpo",
     ),
     "a model of ms-swift": (
         "sft.yaml",

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lit_ft import (
     DPO,
     GRPO,
+    KTO,
     DistillationLM,
     JensenShannon,
     OnPolicyDistillationLM,
@@ -24,7 +25,7 @@ from lit_ft.recipe.parse_errors import options_of_class
 SECTIONS = {
     "model.peft": [peft.LoraConfig],
     "model.algorithm": [GRPO],
-    "model.objective": [DPO],
+    "model.objective": [DPO, KTO],
     "model.divergence": [JensenShannon],
     "model": [PreferenceLM, PolicyLM, DistillationLM, OnPolicyDistillationLM],
     "data": [TextDataModule],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import support_tables
-from lit_ft import DPO, IPO, ORPO, SimPO, TextDataModule
+from lit_ft import DPO, IPO, KTO, ORPO, SimPO, TextDataModule
 from lit_ft.cli import main
 from lit_ft.data.inspection import show_example, stretches
 from lit_ft.data.text.formats import FORMATS, Pair
@@ -79,7 +79,7 @@ def test_both_pages_of_preference_tuning_have_the_same_commands_and_they_parse(
         assert "lit_ft.DPO" in capsys.readouterr().out or "preference" not in command
 
 
-@pytest.mark.parametrize("objective", [DPO, IPO, SimPO, ORPO])
+@pytest.mark.parametrize("objective", [DPO, IPO, SimPO, ORPO, KTO])
 @pytest.mark.parametrize("page", PREFERENCES)
 def test_defaults_of_objectives_are_those_of_the_page(page: str, objective: type) -> None:
     row = next(line for line in PREFERENCES[page].splitlines() if line.startswith(f"| `lit_ft.{objective.__name__}` |"))
