@@ -1,12 +1,15 @@
-"""Preference tuning beside TRL's DPOTrainer: the same losses, and what they take in time and memory.
+"""Preference tuning beside TRL's DPOTrainer and KTOTrainer: the losses, and what they take in time and memory.
 
     python -m benchmarks.peers.environments --root ENVIRONMENTS trl
     python -m benchmarks.preference_tuning --environments ENVIRONMENTS --shape 0.1b --rounds 3
+    python -m benchmarks.preference_tuning --environments ENVIRONMENTS --shape 0.1b --rounds 3 --objective kto
 
-DPO of one adapter (LoRA on all linear layers) in float32, on pairs of texts made from alpaca-style rows: the chosen
-answer is the row's own, the rejected one that of the next row. Time is that from the beginning of training, the
-reference included, to the end of the last step; each contestant runs in its own process, in alternating order, and
-medians are printed. The largest relative difference of a step's loss to lit_ft's shows that the work is equal.
+DPO or KTO of one adapter (LoRA on all linear layers) in float32, on texts made from alpaca-style rows: the chosen
+answer is the row's own, the rejected one that of the next row; for KTO every second answer is a rejected one. Time is
+that from the beginning of training, the reference included, to the end of the last step; each contestant runs in its
+own process, in alternating order, and medians are printed. The largest relative difference of a step's loss to lit_ft's
+shows that the work is equal; of KTO it holds the estimate of the divergence, for which TRL pairs prompts with other
+answers.
 """
 
 import argparse
@@ -29,24 +32,37 @@ from benchmarks.contestants import Contestant
 from benchmarks.peers.job import Job
 from benchmarks.processes import Run
 
-CONTESTANTS = [
-    Contestant("lit_ft", "lit_ft", "lit_ft_dpo", None),
-    Contestant("trl", "TRL DPOTrainer", "trl_dpo", "trl"),
-    Contestant("trl_packed", "TRL, padding-free", "trl_dpo", "trl", {"padding_free": True}),
-    Contestant("trl_before", "TRL, reference before training", "trl_dpo", "trl", {"precompute_ref_log_probs": True}),
-]
+_OURS = Contestant("lit_ft", "lit_ft", "lit_ft_preference", None)
+_BEFORE = {"precompute_ref_log_probs": True}
+CONTESTANTS = {
+    "dpo": [
+        _OURS,
+        Contestant("trl", "TRL DPOTrainer", "trl_preference", "trl"),
+        Contestant("trl_packed", "TRL, padding-free", "trl_preference", "trl", {"padding_free": True}),
+        Contestant("trl_before", "TRL, reference before training", "trl_preference", "trl", _BEFORE),
+    ],
+    "kto": [
+        _OURS,
+        Contestant("trl", "TRL KTOTrainer", "trl_preference", "trl"),
+        Contestant("trl_before", "TRL, reference before training", "trl_preference", "trl", _BEFORE),
+    ],
+}
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Job:
-    """Write the model, its adapter and the pairs."""
+    """Write the model, its adapter and the pairs, or an answer of each."""
     model, _, rows = write_weights(folder, options)
     chosen = rows[: options.pairs]
     pairs = [
         {"prompt": f"{one['instruction']}\n{one.get('input') or ''}\n\n", "chosen": one["output"], "rejected": other}
         for one, other in zip(chosen, [row["output"] + "!" for row in [*chosen[1:], chosen[0]]], strict=True)
     ]
-    path = folder / "pairs.json"
-    path.write_text(json.dumps(pairs), encoding="utf-8")
+    judged = [
+        {"prompt": pair["prompt"], "completion": pair["rejected" if n % 2 else "chosen"], "label": n % 2 == 0}
+        for n, pair in enumerate(pairs)
+    ]
+    path = folder / "rows.json"
+    path.write_text(json.dumps(pairs if options.objective == "dpo" else judged), encoding="utf-8")
     return Job(str(model), str(path), options.micro_batch_size, 1, options.device, options.max_length)
 
 
@@ -63,15 +79,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
     parser = parser_of(__doc__, micro_batch_size=4, max_length=512)
     parser.add_argument("--pairs", type=int, default=32)
+    parser.add_argument("--objective", choices=tuple(CONTESTANTS), default="dpo")
     options = parser.parse_args(arguments)
-    chosen = chosen_of(CONTESTANTS, options)
+    chosen = chosen_of(CONTESTANTS[options.objective], options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = prepare(folder, options)
-        given = {"adapter": str(folder / "adapter"), "epochs": options.epochs}
+        given = {"adapter": str(folder / "adapter"), "epochs": options.epochs, "objective": options.objective}
         runs = run_rounds(chosen, job, given, options, folder)
-    losses = runs[chosen[0].key][0].get("losses", [])
-    print(f"{environment()}\n\n| trainer | time | pairs/s | peak memory | loss differs by |\n|---|---|---|---|---|")
+    losses, per = runs[chosen[0].key][0].get("losses", []), "pairs" if options.objective == "dpo" else "answers"
+    print(f"{environment()}\n\n| trainer | time | {per}/s | peak memory | loss differs by |\n|---|---|---|---|---|")
     for one in chosen:
         print(row_of(one.name, runs[one.key], losses, options.pairs * options.epochs))
 

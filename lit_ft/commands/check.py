@@ -174,6 +174,8 @@ class CheckCLI(RecipeCLI):
             most = as_count(self.model.max_new_tokens, "token")
             report.facts["answers per step"] = f"{answers} of up to {most} (model.max_new_tokens)"
         self._judge_warmup(trainer)
+        report.facts |= {"judged answers": train.judgments} if train.is_unpaired else {}
+        report.warnings += splits.notes_on_judgments()
         report.facts |= describe_lengths(splits.prepared["train"], data.max_length)
         # With val_fraction, one source is split by rows: that both read it is as it should be.
         shared = [] if data.val_fraction else shared_content(splits.sources["train"], splits.sources["val"])

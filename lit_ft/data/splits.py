@@ -70,6 +70,17 @@ class DataSplits(UserDict[str, Samples]):
                     "prompt; give conversations or instructions, and leave data.supervise=all out"
                 )
 
+    def notes_on_judgments(self) -> list[str]:
+        """Line that says so where all unpaired answers of the training data are judged alike; else none."""
+        samples = self["train"]
+        if not samples.is_unpaired or len(np.unique(samples.is_rejected)) > 1:
+            return []
+        return [
+            f"data: all {as_count(len(samples), 'answer')} of the training data are judged alike "
+            f"({samples.judgments}), and a model learns from both kinds; give both, true for a good answer and false "
+            "for a bad one"
+        ]
+
     def check_partners(self) -> None:
         """Refuse answers that all are to one prompt, where the model needs answers to others beside them.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.protocols import tokenizer_of
 from transformers import PreTrainedTokenizerBase
@@ -293,6 +293,8 @@ class TextDataModule(LightningDataModule):
             self.splits.check_prompts()
         if self._needs_divergence() and stage != "predict":
             self.splits.check_partners()
+        for line in self.splits.notes_on_judgments() if stage == "fit" and self.is_unpaired else []:
+            rank_zero_warn(line)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
             if self.streaming:

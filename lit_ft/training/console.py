@@ -217,6 +217,7 @@ def describe_steps(trainer: Trainer) -> str:
     per_step = tokens // max(per_epoch, 1)
     total = len(loader.samples.lengths)
     what = loader.samples.kind
+    judged = f" ({loader.samples.judgments})" if loader.samples.is_unpaired else ""
     if isinstance(trainer.lightning_module, SamplesAnswers):  # which trains on other answers than those of the data
         what = "prompt"
     drawn = f"{draws:,} of {as_count(total, what)}" if draws < total else as_count(draws, what)
@@ -224,7 +225,7 @@ def describe_steps(trainer: Trainer) -> str:
         each = f"{as_count(per_epoch, 'step')} of about {draws // max(per_epoch, 1):,}"
         return f"{as_count(steps, 'optimizer step')}; an epoch is {drawn} in {each}"
     return (
-        f"{as_count(steps, 'optimizer step')}; an epoch is {drawn}, {tokens:,} tokens "
+        f"{as_count(steps, 'optimizer step')}; an epoch is {drawn}{judged}, {tokens:,} tokens "
         f"({supervised / tokens:.0%} supervised) in {as_count(per_epoch, 'step')} of about {per_step:,} tokens"
     )
 

@@ -18,6 +18,7 @@ from lit_ft.data.text.formats import FORMATS, Chat, Pair, Text
 from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.data.tokens.samples import Samples, collect, join
 from lit_ft.errors import BadRow
+from lit_ft.packed_batch import pack_pairs, sample_targets, split
 
 
 def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -132,6 +133,54 @@ def test_shapes_of_rows(name: str) -> None:
 def test_rows_that_are_no_pairs(row: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRow, match=message):
         FORMATS["preference"].read(row)
+
+
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+JUDGED: dict[str, tuple[dict[str, Any], Pair]] = {
+    "TRL, texts": ({"prompt": "a", "completion": " cup", "label": True}, Pair(Text(" cup", "a"), None)),
+    "TRL, messages": ({"prompt": [ASK], "completion": [BAD], "label": False}, Pair(None, Chat([ASK, BAD]))),
+    "ms-swift": ({"messages": [*EARLIER, GOOD], "label": 1}, Pair(Chat([*EARLIER, GOOD], marks={1: False}), None)),
+    "LLaMA-Factory": (
+        {"conversations": [share("human", "the red book"), share("gpt", "lamp")], "kto_tag": False},
+        Pair(None, Chat([ASK, BAD])),
+    ),
+    "alpaca in a table": (
+        {"instruction": "the red book", "input": "", "output": "cup", "kto_tag": "True"},
+        Pair(Chat([ASK, GOOD]), None),
+    ),
+    "a call of a tool in the answer": (
+        {"messages": [*EARLIER, turn("assistant", "", tool_calls=CALLS), turn("tool", "x"), GOOD], "label": "0"},
+        Pair(
+            None,
+            Chat([*EARLIER, turn("assistant", "", tool_calls=CALLS), turn("tool", "x"), GOOD], marks={1: False}),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_shapes_of_judged_answers(name: str) -> None:
+    row, wanted = JUDGED[name]
+    pair = FORMATS["unpaired_preference"].read(row)
+    assert (pair.chosen, pair.rejected) == (wanted.chosen, wanted.rejected)
+    assert row.keys() <= pair.columns
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, r"has no 'label', which .* \(columns here: 'prompt', 'completion'\)"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "'label' is 2; true is needed for a good answer, false"),
+        ({"prompt": "a", "completion": "b", "label": None, "kto_tag": "yes"}, "'kto_tag' is 'yes'; true is needed"),
+        ({"prompt": "a", "label": True}, r"has no answer that 'label' could judge; give .* \(columns here: 'prompt'\)"),
+        ({"messages": [ASK, GOOD, ASK], "label": True}, "ends without an answer that 'label' could judge"),
+        ({"prompt": "", "completion": "b", "label": True}, "'prompt' is empty"),
+        ({"prompt": "a", "completion": "", "label": True}, "'completion' is empty"),
+    ],
+)
+def test_rows_that_judge_nothing(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRow, match=message):
+        FORMATS["unpaired_preference"].read(row)
 
 
 # --- samples -----------------------------------------------------------------------------------------
@@ -350,3 +399,114 @@ def test_the_order_depends_on_where_the_conversations_part() -> None:
     one, same, other = (order_of_samples(join([part], []), preparation, Mixing()).saved() for part in parts)
     assert one == same
     assert one != other
+
+
+# --- judged answers ----------------------------------------------------------------------------------
+
+
+def judged(write_rows: Any, rows: list[dict[str, Any]], **options: Any) -> TextDataModule:
+    data = TextDataModule(write_rows(rows), format="unpaired_preference", **options)
+    data.load(make_tokenizer())
+    return data
+
+
+def answer_to(prompt: str, answer: str, is_good: bool) -> dict[str, Any]:
+    return {"prompt": prompt, "completion": answer, "label": is_good}
+
+
+def test_a_judged_answer_is_a_pair_that_lacks_the_other(write_rows: Any) -> None:
+    rows = [answer_to("a", " cup", True), JUDGED["ms-swift"][0], answer_to("the", " lamp", False)]
+    for _ in range(2):  # the second time from the cache
+        data = judged(write_rows, rows)
+        samples, end = data.splits["train"], "<|im_end|>"
+        assert (len(samples), samples.kind, data.is_unpaired) == (3, "judged answer", True)
+        assert (samples.judgments, samples.is_rejected.tolist()) == ("2 good, 1 bad", [0, 0, 1])
+        assert texts(samples, 0) == [(f"a cup{end}", f" cup{end}"), ("", "")]
+        assert [part for _, part in texts(samples, 1)] == [f"cup{end}", ""]
+        assert texts(samples, 2) == [("", ""), (f"the lamp{end}", f" lamp{end}")]
+        assert [len(samples.conversations(i)) for i in range(3)] == [1, 1, 1]
+        assert samples.longest == int(samples.lengths.max())
+    batch = pack_pairs([samples.pair(i) for i in range(3)], [0, 1, 2], [0, 0, 0])
+    assert batch["segment_lengths"] == samples.lengths.tolist()
+    assert sorted(set(batch["target_answers"].tolist())) == [0, 2, 5]
+    pieces = split(batch, 2)
+    assert [piece["pairs"].tolist() for piece in pieces] == [[0, 1], [2]]
+    assert [sorted(set(piece["target_answers"].tolist())) for piece in pieces] == [[0, 2], [1]]
+    assert sample_targets(batch) == samples.supervised.tolist()
+
+
+def test_prompts_with_answers_to_others(write_rows: Any) -> None:
+    """Of the next row with another prompt, after the last one the first again."""
+    said = [("a", " cup"), ("a", " lamp red"), ("the", " book"), ("the", " red"), ("a", " cup lamp red book")]
+    samples = judged(write_rows, [answer_to(*one, n % 2 == 0) for n, one in enumerate(said)]).splits["train"]
+    tokenizer, end = make_tokenizer(), "<|im_end|>"
+    found = [samples.mismatched(i) for i in range(5)]
+    assert [tokenizer.decode(ids) for ids, _ in found] == [
+        f"a book{end}",
+        f"a book{end}",
+        "the cup lamp red book" + end,
+        "the cup lamp red book" + end,
+        f"a book{end}",
+    ]
+    assert [tokenizer.decode(labels[labels >= 0]) for _, labels in found][2] == f" cup lamp red book{end}"
+    assert samples.parts[0].partners.tolist() == [2, 2, 4, 4, 2]
+    one = judged(write_rows, [answer_to("a", f" {word}", True) for word in ("cup", "lamp")]).splits["train"]
+    assert one.parts[0].partners.tolist() == [0, 1]
+
+
+def test_the_longer_of_two_conversations_limits_a_prompt_with_another_answer(write_rows: Any) -> None:
+    rows = [answer_to("a " * 20, " cup", True), answer_to("the", " lamp" * 15, False)]
+    samples = judged(write_rows, rows).splits["train"]
+    assert len(samples.mismatched(0)[0]) == int(samples.lengths.max())
+    pairs = load(write_rows, [pair_of(3, 5, prompt=2), pair_of(4, 1, prompt=7)]).splits["train"]
+    ids, labels = pairs.mismatched(0)
+    (own, own_labels), (other, other_labels) = pairs.pair(0)[0], pairs.pair(1)[0]
+    prompt = int(np.argmax(own_labels >= 0))
+    assert ids[:prompt].tolist() == own[:prompt].tolist()
+    assert labels[labels >= 0].tolist() == other_labels[other_labels >= 0].tolist()[: len(other) - prompt]
+
+
+def test_answers_of_one_prompt_are_on_one_side(write_rows: Any) -> None:
+    said = [(prompt, f" {word}") for prompt in ("a", "the", "red", "book") for word in ("cup", "lamp")]
+    data = judged(write_rows, [answer_to(*one, True) for one in said], val_fraction=0.25)
+    assert [len(data.splits[name]) for name in ("train", "val")] == [6, 2]
+    groups = [set(data.splits[name].groups().tolist()) for name in ("train", "val")]
+    assert groups[0].isdisjoint(groups[1])
+
+
+def test_questions_of_judged_answers_expect_the_good_ones(write_rows: Any) -> None:
+    rows = [
+        answer_to("a", " cup", True),
+        answer_to("the", " lamp", False),
+        {"prompt": "red"},
+        {"messages": [ASK]},
+        {"instruction": "a", "kto_tag": True},
+        {"messages": [ASK, GOOD]},
+        JUDGED["ms-swift"][0],
+    ]
+    source = Source(write_rows(rows), format="unpaired_preference")
+    questions = questions_of(Preparation(make_tokenizer()), source)
+    assert [one["expected"] for one in questions] == [" cup", None, None, None, None, None, "cup"]
+
+
+def test_exact_match_asks_for_good_answers_alone(write_rows: Any) -> None:
+    rows = [{"messages": [turn("user", word), GOOD], "label": n != 1} for n, word in enumerate(("a", "the", "red"))]
+    data = judged(write_rows, rows, val_path=write_rows(rows, "val.json"))
+    data.load(make_tokenizer(), "validate")
+    assert [one["question"] for one in data.splits.prompts("val")] == ["a", "red"]
+
+
+def test_answers_that_are_all_judged_alike_are_named(write_rows: Any) -> None:
+    alike = judged(write_rows, [answer_to(word, " cup", False) for word in ("a", "the")])
+    assert "all 2 answers of the training data are judged alike (0 good, 2 bad)" in alike.splits.notes_on_judgments()[0]
+    both = judged(write_rows, [answer_to(word, " cup", word == "a") for word in ("a", "the")])
+    assert both.splits.notes_on_judgments() == []
+
+
+def test_pairs_beside_judged_answers() -> None:
+    sources = [Source("a.json", format="preference"), Source("b.json", format="unpaired_preference")]
+    with pytest.raises(
+        RecipeError, match=r"'a\.json' holds .*format: preference\), 'b\.json' is read as unpaired_pref"
+    ):
+        TextDataModule(sources=sources)
+    assert TextDataModule("a.json", format="unpaired_preference", max_length=64, micro_batch_size=3).token_budget == 192

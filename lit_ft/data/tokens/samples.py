@@ -240,6 +240,12 @@ class Samples:
         return self._gathered(parts, np.int8)
 
     @property
+    def judgments(self) -> str:
+        """Text with the numbers of good and of bad answers, of unpaired ones."""
+        bad = int(self.is_rejected.sum())
+        return f"{len(self) - bad:,} good, {bad:,} bad"
+
+    @property
     def conversations_each(self) -> int:
         """Conversations of each sample: 2 of a pair, if it is complete."""
         return max((part.each for part in self.parts), default=1)
