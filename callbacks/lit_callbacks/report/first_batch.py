@@ -4,13 +4,13 @@ The file holds the beginning of a large batch, and the two ends of a long sample
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 from torch import Tensor
 
-from lit_callbacks.batch_tokens import batch_tokens, has_labels
+from lit_callbacks.batch_tokens import SampleTokens, batch_tokens, has_labels
 from lit_callbacks.output.token_pieces import ShownSample, show_sample
 from lit_callbacks.report.report_data import FIRST_BATCH
 
@@ -30,7 +30,10 @@ class FirstBatch(TypedDict):
     """Optimizer steps before it: 0, or those of the checkpoint that the run resumed from."""
     samples: int
     pairs: int
-    """Number of pairs of a chosen and a rejected answer, each two samples in this order; 0 in other data."""
+    """Number of pairs of a chosen and a rejected answer, each two samples in this order, or one where an answer is
+    missing; 0 in other data."""
+    answers: list[str]
+    """Of pairs, the kind of each shown sample: chosen or rejected."""
     tokens: int
     supervised: int
     has_labels: bool
@@ -48,16 +51,27 @@ def holds_tokens(batch: object) -> TypeGuard[Mapping[str, Any]]:
 def describe_batch(batch: Mapping[str, Any], step: int, tokenizer: "PreTrainedTokenizerBase") -> FirstBatch:
     """Describe a batch of token ids; waits for the device."""
     samples = batch_tokens(batch)
+    shown = samples[:MOST_SAMPLES]
     return {
         "step": step,
         "samples": len(samples),
         "pairs": len(batch["pairs"]) if isinstance(batch.get("pairs"), Tensor) else 0,
+        "answers": _answers(batch, shown) if "pairs" in batch else [],
         "tokens": sum(len(sample.ids) for sample in samples),
         "supervised": sum(sum(sample.supervised) for sample in samples),
         "has_labels": has_labels(batch),
         "is_weighted": isinstance(batch.get("target_weights"), Tensor),
-        "shown": [show_sample(tokenizer, sample, END_TOKENS) for sample in samples[:MOST_SAMPLES]],
+        "shown": [show_sample(tokenizer, sample, END_TOKENS) for sample in shown],
     }
+
+
+def _answers(batch: Mapping[str, Any], samples: Sequence[SampleTokens]) -> list[str]:
+    """Kinds of the first samples of a batch of pairs, as ``target_answers`` says: even numbers are chosen answers."""
+    numbers, at, kinds = batch["target_answers"].tolist(), 0, []
+    for sample in samples:
+        kinds.append("rejected" if numbers[at] % 2 else "chosen")
+        at += sum(sample.supervised)
+    return kinds
 
 
 def write_first_batch(folder: Path, batch: FirstBatch) -> None:

@@ -31,7 +31,7 @@ CHARTS = (
     ("divergence from the teacher", "nats", r"(train|val)/divergence"),
     ("reward by source", "", r"(train|val)/reward/.+"),
     ("answers with a signal, and cut ones", "share", r"(.*/)?(signal|cut)_share"),
-    ("divergence from the base model", "nats", r"(.*/)?kl"),
+    ("divergence from the reference", "nats", r"(.*/)?kl"),
     ("length of answers", "tokens", r"(.*/)?answer_tokens"),
     ("log-probability of answers", "nats", r"(.*/)?log_prob_(chosen|rejected)"),
     ("learning rate", "", r"(.*/)?(learning_rate|lr([-_].*)?)"),

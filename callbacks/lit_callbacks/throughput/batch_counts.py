@@ -42,9 +42,9 @@ def count_batch(batch: object) -> BatchCounts:
 
     Three kinds are known: a padded batch in the Hugging Face convention (``input_ids``, and optionally
     ``attention_mask`` and unshifted ``labels``), a packed batch (``input_ids``, ``segment_lengths``, ``targets``: the
-    head is computed for the targets only; with ``pairs``, a sample is one of these, and two segments), and any other
-    batch, whose number of samples is the first dimension of its first tensor that is no scalar. A mask that is not one
-    of tokens (``(samples, 1, T, T)``) leaves the padding unknown; labels of samples, or of a decoder, leave the
+    head is computed for the targets only; with ``pairs``, a sample is one of these, and one or two segments), and any
+    other batch, whose number of samples is the first dimension of its first tensor that is no scalar. A mask that is
+    not one of tokens (``(samples, 1, T, T)``) leaves the padding unknown; labels of samples, or of a decoder, leave the
     supervised tokens unknown.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):

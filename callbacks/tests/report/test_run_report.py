@@ -211,15 +211,30 @@ def test_a_first_batch_of_pairs_names_their_answers(tmp_path: Path) -> None:
     batch = {"input_ids": torch.tensor([[*b"abcd", *b"ab", *b"abe"]]), "segment_lengths": [4, 2, 3, 2]}
     batch["input_ids"] = torch.cat([batch["input_ids"], torch.tensor([list(b"af")])], dim=1)
     batch |= {"predict_at": torch.tensor([2, 4, 7, 9]), "pairs": torch.tensor([7, 3])}
+    batch["target_answers"] = torch.tensor([0, 1, 2, 3])
     write_first_batch(tmp_path, described := describe_batch(batch, 0, byte_tokenizer()))
     assert (described["pairs"], described["samples"], described["supervised"]) == (2, 4, 4)
     (tmp_path / "metrics.csv").write_text("step,train/cross_entropy,train/loss\n0,2.0,0.2\n1,1.0,0.1\n")
     text = " ".join("".join(parsed(write_report(str(tmp_path))[0]).words).split())
     assert "2 pairs of a chosen and a rejected answer, 4 conversations, 11 tokens." in text
-    assert "learns to prefer the marked tokens of each chosen answer to those of the rejected one, 4 in all" in text
+    assert "learns to prefer the marked tokens of chosen answers to those of rejected ones, 4 in all" in text
     assert text.index("Pair 1, chosen") < text.index("Pair 1, rejected") < text.index("Pair 2, chosen")
     assert "learns to write" not in text
     assert "cross-entropy" in text  # a chart of its own
+
+
+def test_a_first_batch_of_judged_answers_names_them(tmp_path: Path) -> None:
+    batch = {
+        "input_ids": torch.tensor([list(b"abcdabe")]),
+        "segment_lengths": [4, 3],
+        "predict_at": torch.tensor([1, 2, 5]),
+    }
+    batch |= {"pairs": torch.tensor([7, 3]), "target_answers": torch.tensor([1, 1, 2])}
+    write_first_batch(tmp_path, describe_batch(batch, 0, byte_tokenizer()))
+    (tmp_path / "metrics.csv").write_text("step,train/kl,train/loss\n0,2.0,0.2\n1,1.0,0.1\n")
+    text = " ".join("".join(parsed(write_report(str(tmp_path))[0]).words).split())
+    assert "2 answers that are judged one by one, 7 tokens." in text
+    assert text.index("Answer 1, rejected") < text.index("Answer 2, chosen")
 
 
 def test_a_resumed_run_keeps_its_first_batch_and_another_writes_none(tmp_path: Path) -> None:
@@ -396,7 +411,7 @@ def test_metrics_are_sorted_into_charts() -> None:
         "reward": ["train/reward", "val/reward"],
         "parts of the reward": ["train/rewards/Matches"],
         "answers with a signal, and cut ones": ["val/cut_share"],
-        "divergence from the base model": ["train/kl"],
+        "divergence from the reference": ["train/kl"],
         "divergence from the teacher": ["train/divergence", "val/divergence"],
         "length of answers": ["val/answer_tokens"],
         "learning rate": ["lr-AdamW"],
