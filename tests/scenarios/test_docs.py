@@ -20,8 +20,8 @@ EXAMPLES = re.findall(r"```json\n([^`]*?)\n```\n\n```text\n(.*?)\n```", TEXT, re
 
 
 def test_each_format_has_an_example() -> None:
-    assert len(EXAMPLES) == 7
-    assert re.findall(r"^### (\w+)", TEXT, re.MULTILINE)[:8] == [
+    assert len(EXAMPLES) == 8
+    assert re.findall(r"^### (\w+)", TEXT, re.MULTILINE)[:9] == [
         "alpaca",
         "sharegpt",
         "messages",
@@ -30,6 +30,7 @@ def test_each_format_has_an_example() -> None:
         "tokenized",
         "indexed",
         "preference",
+        "unpaired_preference",
     ]
 
 
@@ -37,7 +38,8 @@ def test_each_format_has_an_example() -> None:
 def test_examples(tmp_path: Path, row: str, wanted: str) -> None:
     path = tmp_path / "row.jsonl"
     path.write_text(row, encoding="utf-8")
-    data = TextDataModule(str(path), format="preference" if '"chosen"' in row else "auto")
+    marks = {'"chosen"': "preference", '"label"': "unpaired_preference"}
+    data = TextDataModule(str(path), format=next((form for mark, form in marks.items() if mark in row), "auto"))
     tokenizer = load_tokenizer(str(REPOSITORY / "checkpoints" / "tiny-qwen2"))
     data.load(tokenizer)
     samples = data.splits["train"]
@@ -70,13 +72,14 @@ def test_both_pages_of_preference_tuning_have_the_same_commands_and_they_parse(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     of_page = [re.findall(r"^    python -m lit_ft ((?:[^\n\\]|\\\n)*)$", text, re.M) for text in PREFERENCES.values()]
-    assert len(of_page[0]) == 7
+    assert len(of_page[0]) == 8
     assert of_page[0] == of_page[1]
     for command in of_page[0]:
         with pytest.raises(SystemExit) as stop:
             main([*command.replace("\\\n", " ").replace("check", "fit").split(), "--print_config"])
         assert stop.value.code == 0
-        assert "lit_ft.DPO" in capsys.readouterr().out or "preference" not in command
+        objective = "lit_ft.KTO" if "kto" in command else "lit_ft.DPO"
+        assert objective in capsys.readouterr().out or "preference" not in command
 
 
 @pytest.mark.parametrize("objective", [DPO, IPO, SimPO, ORPO, KTO])
