@@ -14,8 +14,8 @@ from lit_ft.training.distillation.divergences import Divergence, ReverseKL
 from lit_ft.training.distillation.metrics import DistillationMetrics
 from lit_ft.training.metrics import TokenMean
 from lit_ft.training.policy.answers_file import AnswersFile
-from lit_ft.training.policy.rewarded_answers import RewardedAnswersModule
 from lit_ft.training.policy.rollouts import Rollouts, packed_answers
+from lit_ft.training.policy.sampled_answers import SampledAnswersModule
 
 OF_ANSWERS = ("answer_tokens", "cut_share")
 
@@ -43,7 +43,7 @@ class OnPolicyMetrics(DistillationMetrics):
         return means
 
 
-class OnPolicyDistillationLM(RewardedAnswersModule, DistillationLM):
+class OnPolicyDistillationLM(SampledAnswersModule, DistillationLM):
     """Fine-tune a causal language model on the probabilities of its teacher, over answers that it gives itself (GKD).
 
     It takes the data of supervised training, as ``PolicyLM`` does: all before a sample's last answer is the prompt. The
@@ -96,7 +96,7 @@ class OnPolicyDistillationLM(RewardedAnswersModule, DistillationLM):
                 "student's own answers, and there are no others; leave kd_ratio out, or set on_policy below 1"
             )
         self.on_policy, self.answers_per_prompt, self.answers_at_once = on_policy, answers_per_prompt, answers_at_once
-        self.rewards, self.reward_weights = [], []
+        self.trains_on_data = on_policy < 1
         self.train_metrics: OnPolicyMetrics = OnPolicyMetrics(self.spec.router_aux_loss is not None)
         self._file = AnswersFile(())
 
@@ -107,21 +107,6 @@ class OnPolicyDistillationLM(RewardedAnswersModule, DistillationLM):
     def check_length(self, what: str, length: int | None) -> None:
         """Refuse samples that leave no positions for an answer; see ``LimitsLengths``."""
         super().check_length(f"{what} with an answer", None if length is None else length + self.max_new_tokens)
-
-    def on_train_start(self) -> None:
-        """Refuse a ledger of the losses of samples, of which there are none; begin the file of answers.
-
-        Raises:
-            RecipeError: there is one.
-        """
-        super().on_train_start()
-        if self.record_losses is not None and self.on_policy == 1:
-            raise RecipeError(
-                f"trainer.callbacks: LossLedger keeps the loss of each sample of the data, and {type(self).__name__} "
-                "trains on answers of its own; leave LossLedger out"
-            )
-        self._file.begin(self.trainer)
-        self._of_step = None
 
     def on_after_batch_transfer(
         self, batch: PackedBatch | Mapping[str, Tensor], dataloader_idx: int

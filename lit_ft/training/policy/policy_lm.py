@@ -21,16 +21,16 @@ from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.metrics import OF_ANSWERS, OF_GROUPS, PolicyMetrics, RewardMetrics
 from lit_ft.training.policy.reference import loss_of_answers, reference_losses
-from lit_ft.training.policy.rewarded_answers import RewardedAnswersModule
 from lit_ft.training.policy.rewards import OverlongPenalty, Reward, rewards_of
 from lit_ft.training.policy.rollouts import Rollouts, asked_of, batch_of
+from lit_ft.training.policy.sampled_answers import SampledAnswersModule
 from lit_ft.tuning.spec import TuningSpec
 
 STEPS_WITHOUT_SIGNAL = 10
 """Optimizer steps without any difference between rewards, after which a line says so."""
 
 
-class PolicyLM(RewardedAnswersModule, CausalLM):
+class PolicyLM(SampledAnswersModule, CausalLM):
     """Fine-tune a causal language model on answers that it gives itself, by rewards of them: GRPO, DAPO, RLOO.
 
     It takes the data of supervised training: a sample's last answer is the one that is known, and all before it is the
@@ -122,21 +122,6 @@ class PolicyLM(RewardedAnswersModule, CausalLM):
                 known = self.known_answers(asked_of(batch))
                 for reward in self.rewards:
                     rewards_of(reward, known)
-
-    def on_train_start(self) -> None:
-        """Refuse a ledger of the losses of samples, of which there are none; begin the file of answers.
-
-        Raises:
-            RecipeError: there is one.
-        """
-        super().on_train_start()
-        if self.record_losses is not None:
-            raise RecipeError(
-                f"trainer.callbacks: LossLedger keeps the loss of each sample of the data, and {type(self).__name__} "
-                "trains on answers of its own; leave LossLedger out"
-            )
-        self._file.begin(self.trainer)
-        self._of_step = None
 
     # --- answers ---------------------------------------------------------------------------------
 

@@ -1,27 +1,55 @@
-"""Part of a LightningModule that answers prompts and lets rewards judge the answers."""
+"""Part of a LightningModule that answers prompts of its data, and trains on the answers."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
+from lit_callbacks import LossLedger
 from torch import Tensor
 
 from lit_ft import process
+from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.model.generation import GeneratedAnswer, Sampling, has_marks
 from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.training.answering import AnsweringModule, AnswerOptions
+from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
 from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, of_replicas_leader
 
 
-class RewardedAnswersModule(AnsweringModule):
-    """LightningModule that answers prompts of its data, and gives the answers with their rewards."""
+class SampledAnswersModule(AnsweringModule):
+    """LightningModule that answers prompts of its data, lets rewards judge the answers, and trains on them."""
 
-    rewards: list[Reward]
-    reward_weights: list[float]
+    rewards: Sequence[Reward] = ()
+    reward_weights: Sequence[float] = ()
     answers_at_once: int
+    trains_on_data: bool = False
+    """Whether some steps train on the answers of the data."""
+    _file: AnswersFile
     _of_step: Rollouts | None = None
     """Answers to all prompts of the step on this rank; None before the first micro-batch of a fit."""
+
+    def setup(self, stage: str) -> None:
+        """Refuse a ledger of the losses of samples, where there are none.
+
+        Raises:
+            RecipeError: there is one.
+        """
+        super().setup(stage)
+        callbacks = cast(Sequence[object], self.trainer.callbacks)  # type: ignore[attr-defined]
+        has_ledger = any(isinstance(callback, LossLedger) for callback in callbacks)
+        if stage == "fit" and has_ledger and not self.trains_on_data:
+            raise RecipeError(
+                f"trainer.callbacks: LossLedger keeps the loss of each sample of the data, and {type(self).__name__} "
+                "trains on answers of its own; leave LossLedger out"
+            )
+
+    def on_train_start(self) -> None:
+        """Begin the file of answers."""
+        super().on_train_start()
+        self._file.begin(self.trainer)
+        self._of_step = None
 
     def rollouts_in_step(self, batch: PackedBatch, each: int) -> tuple[Rollouts, Rollouts]:
         """Drawn answers to the prompts of a batch, and those to all prompts of its optimizer step on this rank.
@@ -50,6 +78,9 @@ class RewardedAnswersModule(AnsweringModule):
             each: number of answers to each.
             sampling: choice of the tokens.
             is_computed: whether any rank computes the batch that the prompts come from; the same on all ranks.
+
+        Raises:
+            RecipeError: an own ``answer`` gives texts without their tokens, which cannot be trained on.
         """
         answers: list[GeneratedAnswer] = []
         prompts = [one.prompt for one in asked for _ in range(each)]
@@ -59,6 +90,11 @@ class RewardedAnswersModule(AnsweringModule):
             options = AnswerOptions(sampling, seeds, prompts, self.answers_at_once)
             with self.apart_from_training():
                 answers = self.ended_answers(texts, self.max_new_tokens, options)
+        if any(one.finish_reason is None for one in answers):
+            raise RecipeError(
+                f"{type(self).__name__} trains on the tokens of its answers, and its own `answer` gives texts alone; "
+                "let it return what super().answer(prompts, max_new_tokens) gives"
+            )
         sampled = self._sampled(asked, texts, answers)
         rewards = self._rewards(sampled).view(len(self.rewards), len(asked), each)
         factors = torch.tensor(self.reward_weights).view(-1, 1, 1)
