@@ -398,6 +398,7 @@ def test_a_ledger_keeps_losses_of_the_data(make_trainer: Any, folders: tuple[str
     own = OnPolicyDistillationLM(folders[0], teacher=folders[1], max_new_tokens=2)
     with pytest.raises(RecipeError, match="LossLedger keeps the loss of each sample of the data, and OnPolicy"):
         make_trainer(max_steps=1, callbacks=[LossLedger()]).fit(own, data_of(questions))
+    assert own.model is None
 
 
 def test_default_divergences(folders: tuple[str, str]) -> None:

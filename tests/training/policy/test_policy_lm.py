@@ -523,6 +523,28 @@ def test_a_loss_ledger_is_refused(make_trainer: Any, model_folder: str, question
         RecipeError, match="LossLedger keeps the loss of each sample of the data, and PolicyLM trains on"
     ):
         make_trainer(max_steps=1, callbacks=[LossLedger()]).fit(module, data_of(questions))
+    assert module.model is None
+
+
+class Shouting(PolicyLM):
+    """With an ``answer`` of its own: of the model's answers, or of others."""
+
+    asks_model = True
+
+    def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+        texts = super().answer(prompts, max_new_tokens) if self.asks_model else []
+        return [text.upper() for text in texts] if self.asks_model else ["YES"] * 4
+
+
+def test_an_own_answer_trains_where_it_is_the_models(make_trainer: Any, model_folder: str, questions: str) -> None:
+    given = {"rewards": [FewLetters()], "max_new_tokens": 4, "answers_per_prompt": 2, "optimizer": sgd}
+    trainer = make_trainer(max_steps=1, log_every_n_steps=1)
+    trainer.fit(Shouting(model_folder, **given), data_of(questions, val_path=None))
+    assert float(trainer.callback_metrics["train/answer_tokens"]) > 0
+    other = Shouting(model_folder, **given)
+    other.asks_model = False
+    with pytest.raises(RecipeError, match="Shouting trains on the tokens of its answers, and its own `answer` gives"):
+        make_trainer(max_steps=1).fit(other, data_of(questions, val_path=None))
 
 
 def test_a_batch_is_bounded_by_what_answers_may_have(make_trainer: Any, model_folder: str, questions: str) -> None:
