@@ -72,6 +72,23 @@ def is_at_start_of_step(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0
 
 
+def end_epoch_that_is_over(trainer: Trainer) -> None:
+    """Let a resumed fit end an epoch whose last micro-batch is trained, at its beginning.
+
+    Lightning ends it only where a validation is due there by the options of the resumed run; else it trains on one more
+    micro-batch, of which there is none.
+    """
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    advance = loop.advance
+
+    def only_once(_: object) -> None:
+        loop.advance = advance  # type: ignore[method-assign]
+
+    is_over = loop.restarting and loop._num_ready_batches_reached()
+    if is_over and fetcher is not None and not loop._should_check_val_fx(fetcher):
+        loop.advance = only_once  # type: ignore[method-assign]
+
+
 def set_logged_steps(trainer: Trainer, steps: int) -> None:
     """Set the number under which Lightning logs the current step: a private counter, apart from ``global_step``."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps

@@ -88,3 +88,46 @@ def test_fewer_epochs_than_were_trained_are_refused(
     trainer.save_checkpoint(path)
     with pytest.raises(RecipeError, match="trainer.max_epochs=1 is less than the 2 epochs after which the checkpoint"):
         make_trainer(max_epochs=1, max_steps=-1).fit(CausalLM(model_folder), data, ckpt_path=path)
+
+
+class Trained(Callback):
+    """Callback that keeps the rows of each micro-batch, by epoch."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[str]] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.rows.setdefault(trainer.current_epoch, []).extend(batch.get("sample_ids", ()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch_size": 2},
+        {"micro_batch_size": 2, "accumulate_grad_batches": 2},
+        {"limit_val_batches": 0},
+        {"val_check_interval": 4},
+        {"val_check_interval": 1.0},
+        {"val_check_interval": 0.5},
+    ],
+)
+def test_an_epoch_that_is_over_is_not_trained_on_again(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Whether the resumed run would validate at its last micro-batch or not."""
+    path = write_rows(count=27)
+
+    def run(size: int, ckpt_path: Path | None = None, **more: Any) -> Trained:
+        data, trained = TextDataModule(path, micro_batch_size=size, val_fraction=0.2, max_length=96), Trained()
+        given = {"val_check_interval": 0.5, "enable_checkpointing": True, **more}
+        trainer = make_trainer(callbacks=[trained, ModelCheckpoint(tmp_path, save_last=True)], **given)
+        trainer.fit(CausalLM(model_folder, peft=LoraConfig(r=2)), data, ckpt_path=ckpt_path)
+        assert trainer.current_epoch == given["max_epochs"]
+        return trained
+
+    (first,) = run(4, max_epochs=1).rows.values()  # 22 rows in 6 micro-batches, validated after 3 and 6
+    more = {name: value for name, value in options.items() if name != "micro_batch_size"}
+    found = run(options.get("micro_batch_size", 4), tmp_path / "last.ckpt", max_epochs=2, **more).rows
+    assert found.keys() == {1}
+    assert sorted(found[1]) == sorted(first)
+    assert found[1] != first
