@@ -168,6 +168,27 @@ def test_the_saved_config_runs_again(
     assert not [warning for warning in recwarn if "dirpath has changed" in str(warning.message)]
 
 
+def test_a_resumption_keeps_the_recipe_before_and_says_what_ends_the_run(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = tmp_path / "run"
+    run(capsys, *recipe(tmp_path, model_folder, write_rows(), max_steps=2), "--run_dir", str(folder))
+    config = folder / "config.yaml"
+    before = config.read_bytes()
+    again = ["fit", "--config", str(config), "--ckpt_path", "last"]
+    run(capsys, *again)
+    assert "already (trainer.max_steps=2): nothing is left to train; to go on, raise it" in caplog.text
+    assert (config.read_bytes(), list(folder.glob("config-*"))) == (before, [])
+    run(capsys, *again, "--trainer.max_steps", "3")
+    assert (folder / "config-until-step-2.yaml").read_bytes() == before
+    assert yaml.safe_load(config.read_text())["trainer"]["max_steps"] == 3
+    assert f"{config} has the options of this resumption, config-until-step-2.yaml those before" in caplog.text
+    run(capsys, *again, "--trainer.max_epochs", "1", "--trainer.max_steps", "100")
+    run(capsys, *again, "--trainer.max_epochs", "1", "--trainer.max_steps", "200")
+    assert "(trainer.max_epochs=1): nothing is left to train; to go on, set it to -1, and the run" in caplog.text
+
+
 @pytest.mark.parametrize(("value", "wanted"), [("off", None), ("false", None), ("null", None), ("512", 512)])
 def test_packing_may_be_off(tmp_path: Path, value: str, wanted: int | None) -> None:
     """As an option, and in YAML, where ``off`` is read as false."""

@@ -103,7 +103,13 @@ class SaveRecipe(SaveConfigCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the recipe of a run that resumes: a refused resume must not change it."""
         if self._is_due:  # on rank 0
+            path = RunFolder(Path(self.config["run_dir"])).config
+            before = path.read_bytes()
             self._write(trainer)
+            if path.read_bytes() != before:
+                kept = path.with_name(f"config-until-step-{trainer.global_step}.yaml")
+                kept.write_bytes(before)
+                rank_zero_info(f"{path} has the options of this resumption, {kept.name} those before")
             self._is_due = False
 
     def _write(self, trainer: Trainer) -> None:

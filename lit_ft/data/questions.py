@@ -12,7 +12,7 @@ from lit_ft.data.text.formats import ANSWERS, PREFERENCES, UNPAIRED, Chat, Text,
 from lit_ft.data.text.preferences import REJECTED_TEXT
 from lit_ft.data.text.rendering import expected_answer, is_closed, prompt_of
 from lit_ft.data.text.sources import RawRow, Source
-from lit_ft.data.tokens.preparation import Preparation
+from lit_ft.data.tokens.preparation import Preparation, describe_bad_rows
 from lit_ft.data.tokens.tokenization import Tokenization
 from lit_ft.errors import BadRow
 from lit_ft.protocols import Question
@@ -38,7 +38,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
         return []
     tokenization = _tokenization(preparation, source)
     questions: list[Question] = []
-    left_out, read = Counter[str](), 0
+    left_out, read, bad = Counter[str](), 0, list[str]()
     for number, (location, row) in enumerate(source.rows()):
         if rows is not None and number not in rows:
             continue
@@ -49,7 +49,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
             question = _question(row, tokenization, source.columns)
         except BadRow as error:
             preparation.refuse(location, error)
-            left_out["cannot be used (data.on_bad_row=skip)"] += 1
+            bad.append(f"{location}: {error}")
             continue
         if question is None:
             left_out["without a question, text or tokens alone"] += 1
@@ -65,6 +65,8 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
                 "expected": expected,
             }
         )
+    if bad:
+        rank_zero_info(f"{source.path}: {describe_bad_rows(bad, len(bad), read)}")
     for why, count in left_out.items():
         rank_zero_info(f"{source.path}: {count:,} of {as_count(read, 'row')} {why}; left out")
     return questions

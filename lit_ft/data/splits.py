@@ -209,12 +209,14 @@ class DataSplits(UserDict[str, Samples]):
         questions: list[Question] = []
         for source, rows in sources:
             questions += questions_of(self.preparation, source, rows)
+        paths = ", ".join(source.path for source, _ in sources)
         if not questions:
-            paths = ", ".join(source.path for source, _ in sources)
             raise RecipeError(
                 f"{paths}: there is no question to answer; set data.test_path to rows that ask one, e.g. a "
                 '.jsonl file of {"instruction": "What is red?"}'
             )
+        beside = "" if self.sources["test"] else " (the validation data; data.test_path names others)"
+        rank_zero_info(f"{as_count(len(questions), 'question')} of {paths}{beside}")
         return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:

@@ -81,7 +81,7 @@ def end_epoch_that_is_over(trainer: Trainer) -> None:
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     advance = loop.advance
 
-    def only_once(_: object) -> None:
+    def only_once(data_fetcher: object) -> None:
         loop.advance = advance  # type: ignore[method-assign]
 
     is_over = loop.restarting and loop._num_ready_batches_reached()

@@ -158,8 +158,13 @@ def _kind_of_folder(folder: Path) -> str:
     return "a folder without config.json; name one that save_pretrained wrote (config.json, weights, tokenizer)"
 
 
+_REPOSITORY = Path(__file__).parents[2]
+
+
 def _near_folder(path: Path) -> str | None:
-    """Folder of a model beside a path that does not exist, with almost its name."""
+    """Folder of a model for a path that does not exist: in this repository, or beside it with almost its name."""
+    if ((here := _REPOSITORY / path) / "config.json").is_file():
+        return str(here)
     with suppress(OSError):
         names = [one.name for one in path.parent.iterdir() if (one / "config.json").is_file()]
         return next((str(path.parent / name) for name in get_close_matches(path.name, names, n=1, cutoff=0.75)), None)

@@ -42,6 +42,8 @@ class RunState(Callback):
         """Whether the loggers get, or need not get, the newest step."""
         self._epoch = 0
         """Epoch of the newest step; Lightning has counted it when training ends."""
+        self._has_trained = False
+        """Whether this fit has trained on a micro-batch."""
         self._may_stop = False
         """Whether a callback that stops the run would make Lightning log the newest step."""
 
@@ -59,10 +61,12 @@ class RunState(Callback):
             if trainer.is_global_zero:  # not before: a checkpoint that is read after this hook may be refused
                 self.marker.unlink(missing_ok=True)
             loop.setup_data()
-            is_over = loop.done and trainer.limit_train_batches != 0
+            is_over, self._has_trained = loop.done and trainer.limit_train_batches != 0, False
             run()
             if is_over:
                 self._write_what_is_missing(trainer, pl_module)
+            elif trainer.global_step and not self._has_trained:
+                rank_zero_info(_nothing_left(trainer))
 
         # Where nothing is left to train, Lightning calls no hook between restoring the checkpoint and tearing down the
         # strategy, after which sharded weights can no longer be gathered.
@@ -98,6 +102,7 @@ class RunState(Callback):
         """Note whether Lightning logs the step that this micro-batch may end."""
         self._epoch, never = trainer.current_epoch, not attributes_of(trainer).log_every_n_steps
         self._is_logged, self._may_stop = never or lightning_internals.logs_this_step(trainer), True
+        self._has_trained = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note whether the run was stopped before Lightning logged the step; a validation stops it after that."""
@@ -144,10 +149,21 @@ class RunState(Callback):
                 f"{trainer.global_step:,}: nothing is trained; to go on, resume with a longer one"
             )
         else:
-            rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
+            rank_zero_info(_nothing_left(trainer))
         for callback in callbacks:
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
+
+
+def _nothing_left(trainer: Trainer) -> str:
+    """Message about a run that is resumed after its last step, with the option that ends it."""
+    end, advice = f"trainer.max_epochs={trainer.max_epochs}", "raise it"
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        end = f"trainer.max_steps={trainer.max_steps}"
+    elif trainer.max_steps > 0:
+        advice = f"set it to -1, and the run ends by trainer.max_steps={trainer.max_steps}"
+    step = f"{trainer.global_step:,}"
+    return f"the run was at its last step, {step}, already ({end}): nothing is left to train; to go on, {advice}"
 
 
 def _time_is_over(trainer: Trainer) -> bool:

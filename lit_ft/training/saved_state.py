@@ -18,7 +18,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import check_fit, check_readable
 from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import TRAINED
-from lit_ft.model.files.fingerprint import BaseForm, Fingerprint, check_same_base, check_same_form, warn_of_quantization
+from lit_ft.model.files.fingerprint import BaseForm, Fingerprint, check_same_base, check_same_form, warn_of_other_form
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_weights import TokenWeights
@@ -145,7 +145,7 @@ class SavedState:
         check_same_form(checkpoint.get("base_form"), self.form)
         method_hooks.load_state(self.forward.model, checkpoint.get("method_state", {}))
         if trainer is not None:
-            warn_of_quantization(checkpoint.get("base_form"), self.form)
+            warn_of_other_form(checkpoint.get("base_form"), self.form)
             if (before := checkpoint.get("token_weights")) != (now := self.token_weights):
                 rank_zero_warn(
                     f"model.token_weights: the checkpoint was trained with {before or 'none'}, and goes on with "

@@ -96,4 +96,5 @@ def test_rows_without_a_question_are_counted(
     with pytest.raises(RecipeError, match="bad.json.*2.*'instruction'"):
         questions_of(Preparation(tokenizer), Source(bad))
     assert len(questions_of(Preparation(tokenizer, on_bad_row="skip"), Source(bad))) == 1
-    assert "1 of 2 rows cannot be used (data.on_bad_row=skip)" in caplog.text
+    said = f"1 of 2 rows cannot be used, skipped (data.on_bad_row=skip): {bad}, row 2: 'instruction' is an int"
+    assert said in caplog.text

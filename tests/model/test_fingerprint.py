@@ -19,7 +19,7 @@ from lit_ft.model.files.fingerprint import (
     check_same_form,
     fingerprint,
     read_fingerprint,
-    warn_of_quantization,
+    warn_of_other_form,
 )
 
 
@@ -157,5 +157,7 @@ def test_the_form_of_a_base_in_a_checkpoint() -> None:
     check_same_form(now.plain(), now)
     with pytest.raises(RecipeError, match="trained with model.config_overrides={}, and the recipe has"):
         check_same_form(BaseForm("float32", {}).plain(), now)
+    with pytest.warns(UserWarning, match=r"model\.dtype: the base is float32, and was bfloat16 up to the checkpoint"):
+        warn_of_other_form(BaseForm("bfloat16", {}).plain(), now)
     with pytest.warns(UserWarning, match="the base is not quantized, and was quantized by bitsandbytes"):
-        warn_of_quantization(BaseForm("float32", {}, "bitsandbytes").plain(), now)
+        warn_of_other_form(BaseForm("float32", {}, "bitsandbytes").plain(), now)

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -248,12 +248,7 @@ class Preparation:
         lines = [left] if (left := prepared.source.left_out()) else []
         lines += tokenization.describe(notes, prepared.rows)
         if prepared.bad_rows and "bad rows" not in besides:
-            named = "; ".join(prepared.bad)
-            more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""
-            lines.append(
-                f"{prepared.bad_rows:,} of {as_count(prepared.rows, 'row')} cannot be used, skipped "
-                f"(data.on_bad_row=skip): {named}{more}"
-            )
+            lines.append(describe_bad_rows(prepared.bad, prepared.bad_rows, prepared.rows))
         return [f"{prepared.source.path}: {line}" for line in lines]
 
     def _check_left(self, prepared: Prepared) -> None:
@@ -315,3 +310,10 @@ def _in_pieces(spans: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarr
     within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = spans[rows, 0] + within * step
     return rows, np.stack([begins, np.minimum(begins + max_length, spans[rows, 1])], axis=1)
+
+
+def describe_bad_rows(bad: Sequence[str], count: int, rows: int) -> str:
+    """Message that some rows cannot be used, of which the problems of the first are given."""
+    more = ", ..." if count > len(bad[:BAD_ROWS_NAMED]) else ""
+    named = "; ".join(bad[:BAD_ROWS_NAMED])
+    return f"{count:,} of {as_count(rows, 'row')} cannot be used, skipped (data.on_bad_row=skip): {named}{more}"

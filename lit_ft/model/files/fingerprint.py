@@ -132,8 +132,13 @@ def check_same_form(recorded: Mapping[str, Any] | None, now: BaseForm) -> None:
         )
 
 
-def warn_of_quantization(recorded: Mapping[str, Any] | None, now: BaseForm) -> None:
-    """Warn where a run goes on with a base that is quantized otherwise; the arguments are as ``check_same_form``'s."""
+def warn_of_other_form(recorded: Mapping[str, Any] | None, now: BaseForm) -> None:
+    """Warn where a run goes on with a base in another form; the arguments are as ``check_same_form``'s."""
+    if recorded is not None and recorded["dtype"] != now.dtype:
+        rank_zero_warn(
+            f"model.dtype: the base is {now.dtype}, and was {recorded['dtype']} up to the checkpoint: its weights are "
+            "rounded otherwise"
+        )
     if recorded is not None and recorded["quantization"] != now.quantization:
         before, after = (
             f"quantized by {one}" if one else "not quantized" for one in (recorded["quantization"], now.quantization)
