@@ -325,7 +325,6 @@ def from_padded(
         labels: labels, ``(samples, length)``, unshifted, ``-100`` where not supervised.
         attention_mask: ``(samples, length)``, 1 on real tokens; None when nothing is padded.
         position_ids: ``(samples, length)``: where they begin at 0 again within a row, it holds several samples.
-
         vocabulary: number of the model's embeddings; None compares no ids with it.
 
     Raises:

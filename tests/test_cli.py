@@ -280,13 +280,15 @@ def test_nothing_to_measure_is_refused(
 
 
 def test_a_command_that_logs_nothing_builds_no_logger(
-    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some begin a run on a server as soon as they are built; that of MLflow fails without its package."""
+    """Some begin a run on a server as soon as they are built."""
+    monkeypatch.setenv("LIT_FT_ALLOW_CODE", "")
     rows = write_rows([{"instruction": "a lamp", "output": "on"}] * 4)
-    arguments = ["validate", *recipe(tmp_path, model_folder, rows)[1:], "--run_dir", str(tmp_path / "run")]
-    arguments += ["--data.val_path", rows, "--trainer.logger", "lightning.pytorch.loggers.MLFlowLogger"]
-    run(capsys, *arguments)
+    arguments = [*recipe(tmp_path, model_folder, rows)[1:], "--run_dir", str(tmp_path / "run")]
+    arguments += ["--data.val_path", rows, "--trainer.logger", "own_classes.LoggerOfARun", "--allow_code=own_classes"]
+    run(capsys, "validate", *arguments)
+    assert "a logger begins a run on a server" in run(capsys, "fit", *arguments, code=2)
 
 
 def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

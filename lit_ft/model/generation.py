@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.distributed.gather import is_split
 from lit_callbacks.protocols import Message
+from lit_callbacks.widest_float import widest_float
 from peft import PeftModel
 from torch import distributed, nn
 from transformers import (
@@ -107,7 +108,7 @@ class SeededDraw(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Logits ``(rows, vocabulary)`` with all but the drawn token's at minus infinity."""
-        cumulative = scores.double().softmax(-1).cumsum(-1)
+        cumulative = scores.to(widest_float(scores.device)).softmax(-1).cumsum(-1)
         uniform = torch.tensor([[generator.random()] for generator in self._generators]).to(cumulative)
         drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         drawn = drawn.clamp(max=scores.shape[-1] - 1)

@@ -83,6 +83,16 @@ def check_mixers(base: PreTrainedModel) -> None:
             )
 
 
+def _evaluate_without_inference_mode(trainer: Trainer) -> None:
+    """Let evaluation run under ``no_grad`` alone, as Lightning does for its own ``FSDPStrategy`` and on gloo.
+
+    FSDP2 keeps the tensors into which it gathers weights, and a training step cannot write those of inference mode.
+    There, operators also reach ``DTensor`` without being decomposed, and it lacks some of them (tensor parallelism).
+    """
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):  # that of a fit never is in it
+        loop.inference_mode = False
+
+
 class ShardedStrategy(LightningModelParallelStrategy):
     """Base class of strategies whose ranks hold shards of the weights, as ``DTensor``."""
 
@@ -150,6 +160,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Shard the model, then build the optimizer on the shards."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        _evaluate_without_inference_mode(trainer)
         self._share_skipped_steps()
         if not getattr(self._module, "_is_sharded", False):
             self.shard(self._module)
@@ -159,6 +170,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         finite_weights.check_split_base(self, self._module, "" if spec is None else spec.base.pretrained)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            self._reshard()  # the optimizer takes what the module has: after `predict`, a pipeline's gathered weights
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 self.check_optimizer(optimizer)

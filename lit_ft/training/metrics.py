@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lit_callbacks.distributed.host_copy import HostCopy, queued_copy
+from lit_callbacks.widest_float import widest_float
 from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
@@ -85,8 +86,7 @@ class TokenMean(OwnStateMetric):
         def move(tensor: Tensor) -> Tensor:
             """Move to another device, but keep the dtype."""
             device = fn(torch.zeros(0, device=tensor.device)).device
-            is_fp64_on_mps = tensor.dtype == torch.float64 and device.type == "mps"
-            return tensor.to(device, torch.float32 if is_fp64_on_mps else tensor.dtype)
+            return tensor.to(device, widest_float(device) if tensor.dtype == torch.float64 else tensor.dtype)
 
         return super()._apply(move, exclude_state)
 

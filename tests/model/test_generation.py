@@ -10,15 +10,17 @@ import torch
 from lit_callbacks import ForgettingProbe, SampleGenerations
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import VALIDATION_ANSWERS
+from lit_callbacks.widest_float import widest_float
 from model_families import save_family
 from peft import PrefixTuningConfig, PromptEncoderConfig, PromptLearningConfig, PromptTuningConfig
 from shared_fixtures import make_tokenizer
 from tokenizers.processors import TemplateProcessing
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
-from lit_ft.model import render_limits
+from lit_ft.model import generation, render_limits
 from lit_ft.model.generation import GeneratedAnswer, Sampling, closing_tokens, dense_attention, stop_ids
 from lit_ft.model.isolation import architectures
 from lit_ft.training.answering import AnswerOptions
@@ -242,6 +244,26 @@ def test_draws_follow_the_probabilities() -> None:
     share = torch.bincount(drawn, minlength=5) / rows
     assert share[2] == 0
     assert ((share - expected).abs() <= 4 * (expected * (1 - expected) / rows).sqrt()).all()
+
+
+class NoFp64(TorchDispatchMode):
+    """Device without fp64, as MPS is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            raise TypeError(f"{func} gives float64")
+        return result
+
+
+def test_a_device_without_fp64_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, sampling = torch.randn(50, 300), Sampling(temperature=1.0, seed=2)
+    ids = torch.zeros(50, 1, dtype=torch.long)
+    drawn = sampling.processors(sampling.generators(range(50)))(ids, scores).argmax(-1)
+    monkeypatch.setattr(generation, "widest_float", lambda device: widest_float(torch.device("mps")))
+    with NoFp64():
+        same = sampling.processors(sampling.generators(range(50)))(ids, scores).argmax(-1)
+    assert same.tolist() == drawn.tolist()
 
 
 def test_a_model_trains_on_where_an_answer_has_failed(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,11 +95,16 @@ def test_limits_are_put_back() -> None:
 
 
 def test_many_renderings_may_take_long_together() -> None:
-    template = made(PLAIN)
-    started = time.process_time()
+    """The limit holds for each of them, also for one after the others."""
+    template = made("{% if 'now' in messages[0].content %}" + LOOPS + "{% endif %}" + PLAIN)
+    started, texts = time.process_time(), list[str]()
     with render_limits.limited("a template"):
         while time.process_time() - started < 5 * render_limits.SECONDS:
-            template.render([{"role": "user", "content": "x"}])
+            texts.append(template.render([{"role": "user", "content": "x"}]))
+        with pytest.raises(RecipeError, match=TIME):
+            template.render([{"role": "user", "content": "now"}])
+    assert set(texts) == {"user: x<|im_end|>"}
+    assert len(texts) > 100
 
 
 def test_a_long_conversation_is_no_bomb() -> None:

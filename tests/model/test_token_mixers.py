@@ -127,8 +127,11 @@ def test_a_model_whose_caches_have_unknown_names_is_refused(tmp_path: Path, monk
 
 
 def test_kernels_get_the_boundaries_of_the_samples() -> None:
-    """The kernels themselves run on CUDA alone (not run here)."""
-    given = token_mixers._boundaries((2, 3, 1), torch.device("cpu"))
+    """The kernels themselves run on CUDA alone (not run here); those of an evaluation can be trained with."""
+    token_mixers._boundaries.cache_clear()
+    with torch.inference_mode():
+        given = token_mixers._boundaries((2, 3, 1), torch.device("cpu"))
+    assert not any(tensor.is_inference() for tensor in given.values())
     assert given["cu_seq_lens_q"].tolist() == [0, 2, 5, 6]
     assert given["seq_idx"].tolist() == [[0, 0, 1, 1, 1, 2]]
     assert {tensor.dtype for tensor in given.values()} == {torch.int32}

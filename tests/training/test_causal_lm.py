@@ -3,6 +3,7 @@ import json
 import math
 import pickle
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, trainable_shapes
 from lit_ft.checkpointing.storage.sharded import merge_optimizer_states
 from lit_ft.errors import NotFinite
+from lit_ft.model.attention.packed_attention import _ends
 from lit_ft.packed_batch import pack_samples
 from lit_ft.training.optimizers.configure import configure_optimizers
 from lit_ft.training.spec import batches_for_init
@@ -286,6 +288,23 @@ def test_a_validation_before_the_fit_and_copies_after_it(make_trainer: Any, mode
         values = [make_trainer().validate(one, data, verbose=False)[0]["val/loss"] for one in (copied, same, module)]
         assert values[0] == values[1] != values[2]
     pickle.loads(pickle.dumps(data))
+
+
+def test_training_after_a_validation_of_the_same_samples_computes_the_same(
+    make_trainer: Any, folder_of: Callable[[str], str], write_rows: Any
+) -> None:
+    """Attention with sinks saves the boundaries of samples for its backward pass; a validation has made them before."""
+    rows, losses = write_rows(count=3), []
+    for is_validated in (True, False):
+        _ends.cache_clear()
+        module = CausalLM(folder_of("gpt_oss"), optimizer=partial(torch.optim.SGD, lr=0.1))
+        data = TextDataModule(rows, val_path=rows, micro_batch_size=3, shuffle=False)
+        trainer = make_trainer(max_steps=2, log_every_n_steps=1)
+        if is_validated:
+            trainer.validate(module, data, verbose=False)
+        trainer.fit(module, data)
+        losses.append(float(trainer.callback_metrics["train/loss"]))
+    assert losses[0] == losses[1]
 
 
 def test_a_warm_up_in_steps_that_is_stepped_by_epochs_is_named(

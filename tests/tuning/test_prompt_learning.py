@@ -53,7 +53,16 @@ def test_a_prefix_that_does_not_fit_each_layer_is_refused(architecture: str, rea
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gpt2"])
 def test_a_prefix_fits_layers_of_full_and_sliding_attention(architecture: str) -> None:
-    add_peft(tiny(architecture), PrefixTuningConfig(num_virtual_tokens=3))
+    model, ids = tiny(architecture), torch.arange(5, 20)[None]
+    before = model.eval()(input_ids=ids).logits
+    wrapped = add_peft(model, PrefixTuningConfig(num_virtual_tokens=3)).eval()
+    logits = wrapped(input_ids=ids).logits
+    assert logits.shape == before.shape
+    assert not torch.allclose(logits, before)
+    logits.square().sum().backward()
+    layers = model.config.num_hidden_layers
+    (of_prefix,) = (p.grad for p in wrapped.parameters() if p.requires_grad)  # keys and values of each layer
+    assert (of_prefix.view(3, layers, 2, -1).abs().amax((0, 3)) > 0).all()
 
 
 @pytest.mark.slow

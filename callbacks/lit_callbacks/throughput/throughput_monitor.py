@@ -21,6 +21,7 @@ from lit_callbacks.throughput.batch_counts import BatchCounts, Number, count_bat
 from lit_callbacks.throughput.clocks import Interval, PhaseTimer, timer_of
 from lit_callbacks.throughput.flops import TransformerFlops
 from lit_callbacks.throughput.peak_flops import compute_dtype, measured_peak, peak_of
+from lit_callbacks.widest_float import widest_float
 
 Count = Callable[[Any], BatchCounts | int | None]
 _Result = TypeVar("_Result")
@@ -248,7 +249,7 @@ class ThroughputMonitor(Callback):
         means = [float(measured.done.get(name, unknown)) / (measured.total_seconds or unknown) for name in _RATES]
         means += [measured.seconds[name] / max(measured.steps, 1) for name in PARTS]
         if ranks > 1:
-            vector = torch.tensor(means, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+            vector = torch.tensor(means, dtype=widest_float(device), device=device)
             means = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="mean")).tolist()
         if not measured.steps:
             return {}

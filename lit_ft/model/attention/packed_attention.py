@@ -209,6 +209,7 @@ def _places(tokens: int, ranks: int, rank: int) -> Tensor:
 
 
 @lru_cache(maxsize=4)  # once for all layers and both passes of a batch
+@torch.inference_mode(False)  # a training step may have the lengths of an evaluation before it, and keeps the result
 def _order(tokens: int, ranks: int, device: torch.device) -> Tensor:
     """Where each position of a packed batch is among the tokens of all ranks, one rank after another, ``(T,)``."""
     return queued_copy(torch.cat([_places(tokens, ranks, rank) for rank in range(ranks)]).argsort(), device)
@@ -288,6 +289,7 @@ def _in_one_call(q: Tensor, k: Tensor, v: Tensor, within: Boundaries, variant: V
 
 
 @lru_cache(maxsize=4)  # once for all layers and both passes of a batch
+@torch.inference_mode(False)  # a training step may have the lengths of an evaluation before it, and keeps the result
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Cumulative lengths of segments, 0 first, ``(segments + 1,)``, int32."""
     return queued_copy(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)

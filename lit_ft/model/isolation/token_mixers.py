@@ -120,6 +120,7 @@ def _has_kernels() -> bool:
 
 
 @lru_cache(maxsize=4)  # once for all layers and both passes of a batch
+@torch.inference_mode(False)  # a training step may have the lengths of an evaluation before it, and keeps the result
 def _boundaries(samples: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor]:
     """Arguments of transformers' mixers: where samples begin and end, ``(S + 1,)``; each token's sample, ``(1, T)``.
 

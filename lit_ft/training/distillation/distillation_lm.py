@@ -103,8 +103,14 @@ class DistillationLM(CausalLM):
     def setup(self, stage: str) -> None:
         """Check the teacher, unless ``check_teacher`` was called."""
         super().setup(stage)
+        self.teacher.free()  # of a run that has failed, whose ranks no longer share it
         if stage != "predict" and not self._is_teacher_checked:
             self.check_teacher()
+
+    def teardown(self, stage: str) -> None:
+        """Give the teacher's memory back."""
+        super().teardown(stage)
+        self.teacher.free()
 
     # --- step ------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
-"""The model whose probabilities another one learns: read once, never trained, in no checkpoint."""
+"""The model whose probabilities another one learns: read once in a run, never trained, in no checkpoint."""
 
+import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -40,6 +41,7 @@ class Teacher:
             with option_called("model.quantization", "model.teacher_quantization"):
                 quantization.check_method(spec.quantization)
         self._forward: PackedForward | None = None
+        self._device: torch.device | None = None
         self._tokens = 0
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,22 +76,32 @@ class Teacher:
         shorten = "set data.max_length lower"
         check_positions(config, length, what, f"model.teacher={self.spec.pretrained!r}", shorten, is_fixed=True)
 
+    @torch.inference_mode(False)  # a fit may follow an evaluation, and writes what FSDP has allocated in it
     def load(self, device: torch.device) -> None:
-        """Read the weights, unless they are read."""
-        if self._forward is None:
-            with option_called("model.pretrained", "model.teacher"), torch.random.fork_rng(devices=[]):
-                shards = self.is_sharded and dist.is_initialized()
-                with deferred_cast.casting_later() if shards else nullcontext():
-                    model = self.spec.build()
-            prepare_for_packed_batches(model)
-            model.requires_grad_(False).eval()
-            count, where = sum(p.numel() for p in model.parameters()), "whole on each rank"
-            if shards:
-                where = f"its layers shared by {_shard(model, device)} ranks"
-            model.to(device)
-            rank_zero_info(f"teacher: {self.spec.pretrained}, {count:,} parameters, {where}")
-            self._forward = PackedForward(model)
+        """Read the weights, unless they are on the device."""
+        if self._device == device:
+            return
+        self.free()
+        with option_called("model.pretrained", "model.teacher"), torch.random.fork_rng(devices=[]):
+            shards = self.is_sharded and dist.is_initialized()
+            with deferred_cast.casting_later() if shards else nullcontext():
+                model = self.spec.build()
+        prepare_for_packed_batches(model)
+        model.requires_grad_(False).eval()
+        count, where = sum(p.numel() for p in model.parameters()), "whole on each rank"
+        if shards:
+            where = f"its layers shared by {_shard(model, device)} ranks"
+        model.to(device)
+        rank_zero_info(f"teacher: {self.spec.pretrained}, {count:,} parameters, {where}")
+        self._forward, self._device = PackedForward(model), device
 
+    def free(self) -> None:
+        """Give the memory of the weights back; the next ``load`` reads them again."""
+        if self._forward is not None:
+            self._forward = self._device = None
+            gc.collect()  # modules and their hooks refer to each other
+
+    @torch.inference_mode(False)  # which enables gradients
     @torch.no_grad()
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Final hidden states that predict a batch's n targets, ``(n, H)``; a collective where ranks share layers."""
@@ -99,6 +111,7 @@ class Teacher:
         with torch.autocast(batch["targets"].device.type, enabled=False):
             return self._forward.hidden_states(batch)[0].index_select(0, batch["predict_at"])
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the tokens that both models have, ``(n, V)``, from final hidden states ``(n, H)``."""

@@ -54,9 +54,10 @@ class TeacherLoss(LossOfLogits):
 
     def _mixed(self, logits: Tensor, of_teacher: Tensor, targets: Tensor) -> Tensor:
         temperature = self.divergence.temperature
-        student = (logits[:, : of_teacher.shape[1]] / temperature).log_softmax(-1)
-        teacher = (of_teacher.float() / temperature).log_softmax(-1)
-        divergence = self.divergence.of(student, teacher) * temperature**2
+        student, teacher = logits[:, : of_teacher.shape[1]], of_teacher.float()
+        if temperature != 1:  # each quotient is another copy in fp32
+            student, teacher = student / temperature, teacher / temperature
+        divergence = self.divergence.of(student.log_softmax(-1), teacher.log_softmax(-1)) * temperature**2
         self.total += divergence.detach().sum()
         if self.ratio == 1:
             return divergence

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lit_callbacks.widest_float import widest_float
 from torch import Tensor
 
 from lit_ft.packed_batch import PackedBatch
@@ -33,7 +34,7 @@ def answer_log_probs(per_token: Tensor, batch: PackedBatch) -> tuple[AnswerLogPr
     """
     answer, count = batch["target_answers"], 2 * len(batch["pairs"])
     # In fp64, so that the order in which a GPU adds does not count.
-    wide = per_token.dtype if per_token.device.type == "mps" else torch.float64
+    wide = widest_float(per_token.device)
     sums = per_token.new_zeros(count, dtype=wide).index_add(0, answer, per_token.to(wide))
     tokens = per_token.new_zeros(count).index_add(0, answer, torch.ones_like(per_token)).view(-1, 2)
     reference, divergence = batch["reference_log_probs"], batch["divergence"].expand(len(batch["pairs"]))

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.evaluation.evaluation_side_effects import evaluating
 from lit_callbacks.output.quantities import as_count, as_time
+from lit_callbacks.widest_float import widest_float
 from torch import Tensor
 
 from lit_ft.errors import RecipeError
@@ -65,7 +66,7 @@ class ReferenceLogProbs:
         """
         device = trainer.strategy.root_device
         # In fp64, so that the order in which ranks and micro-batches add does not count.
-        wide = torch.float32 if device.type == "mps" else torch.float64
+        wide = widest_float(device)
         summed = torch.zeros(2, dtype=wide, device=device)
         indices = None if indices is None else indices.to(device)
         for numbers, log_probs in mismatched_log_probs(module, mismatched):

@@ -20,6 +20,8 @@ from lit_ft.model.activations.checkpointing import options
 from lit_ft.model.attention.packed_attention import (
     PACKED,
     Variant,
+    _ends,
+    _order,
     attend_to_segments,
     in_chunks,
     packed_attention,
@@ -169,6 +171,16 @@ def test_a_rank_with_a_part_of_the_tokens_is_given_the_lengths_of_all(monkeypatc
     with samples_of([4, 6]):
         packed_attention(layer, part, part, part, None)
     assert seen == [[4, 6]]
+
+
+@torch.inference_mode()
+def test_what_an_evaluation_leaves_in_a_cache_can_be_trained_with() -> None:
+    device = torch.device("cpu")
+    for kept in (_ends, _order):
+        kept.cache_clear()
+    assert _ends((3, 5), device).tolist() == [0, 3, 8]
+    assert _order(8, 2, device).tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
+    assert not any(tensor.is_inference() for tensor in (_ends((3, 5), device), _order(8, 2, device)))
 
 
 def test_use_without_a_row_is_refused() -> None:

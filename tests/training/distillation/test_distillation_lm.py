@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compared_strategies import adamw
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lit_callbacks import LossLedger
 from peft import LoraConfig
@@ -32,6 +35,8 @@ from lit_ft import (
     TextDataModule,
 )
 from lit_ft.model.generation import Sampling, generate_answers
+from lit_ft.model.spec import ModelSpec
+from lit_ft.packed_batch import pack_samples
 from lit_ft.training.distillation.divergences import Divergence
 from lit_ft.training.metrics import metric_names
 
@@ -250,6 +255,50 @@ def test_padded_batches_of_a_plain_loader(make_trainer: Any, folders: tuple[str,
         trainer = make_trainer(max_steps=2, log_every_n_steps=1)
         trainer.fit(module, DataLoader([batch] * 2, batch_size=None))
         assert float(trainer.callback_metrics["train/divergence"]) > 0
+
+
+def test_a_teacher_is_held_during_a_run_alone(
+    make_trainer: Any, folders: tuple[str, str], questions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, build = list[weakref.ref[Any]](), ModelSpec.build
+
+    def recorded(spec: ModelSpec, *args: Any) -> Any:
+        model = build(spec, *args)
+        if spec.pretrained == folders[1]:
+            held.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(ModelSpec, "build", recorded)
+    module, data = DistillationLM(folders[0], teacher=folders[1], optimizer=steady), data_of(questions)
+    for number, run in enumerate((Trainer.validate, Trainer.fit, Trainer.fit), start=1):
+        run(make_trainer(max_steps=1), module, data)
+        assert [model() for model in held] == [None] * number
+
+
+def test_a_teacher_of_an_evaluation_can_train(folders: tuple[str, str]) -> None:
+    """Tensors of inference mode could not be written by a training step, as FSDP does."""
+    module = DistillationLM(folders[0], teacher=folders[1])
+    module.check_teacher()
+    teacher, batch = module.teacher, pack_samples([(np.arange(5, 9), np.arange(5, 9))])
+    with torch.inference_mode():
+        teacher.load(torch.device("cpu"))
+        hidden = teacher.hidden_states(batch)
+        logits = teacher.logits(hidden)
+    assert teacher._forward is not None
+    tensors = [hidden, logits, *teacher._forward.model.parameters()]
+    assert not any(tensor.is_inference() or tensor.requires_grad for tensor in tensors)
+
+
+def test_a_teacher_is_read_again_for_another_device(folders: tuple[str, str]) -> None:
+    module = DistillationLM(folders[0], teacher=folders[1])
+    module.check_teacher()
+    places = []
+    for name in ("cpu", "cpu", "meta", "cpu"):
+        module.teacher.load(torch.device(name))
+        assert module.teacher._forward is not None
+        places.append((module.teacher._forward, module.teacher._forward.base.device.type))
+    assert [place for _, place in places] == ["cpu", "cpu", "meta", "cpu"]
+    assert places[0][0] is places[1][0]
 
 
 @pytest.mark.parametrize(

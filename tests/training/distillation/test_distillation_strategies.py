@@ -1,14 +1,19 @@
 """Every strategy computes the same steps by a teacher as one process does; also after a resume."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_strategies import STRATEGIES
+from compared_strategies import STRATEGIES, RecordMeans, fit_in_steps_of_4
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops import utilities
 from ranks import LiveRanks
-from sampled_answers import assert_same_runs, write_questions
-from taught_models import fit, write_teacher
+from sampled_answers import SEED, assert_same_runs, data_of, write_questions
+from taught_models import MEASURED, fit, steady, write_teacher
+
+from lit_ft import DistillationLM
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("distillation")]  # its tests share ranks and fits
 
@@ -75,6 +80,41 @@ def test_ranks_that_share_the_teacher(
         kept[way] = fit(make_trainer, folders, questions, WAYS[way])
     how = {**WAYS[way], "model": {**WAYS[way]["model"], "shard_teacher": True}}
     ranks = live_ranks(STRATEGIES[name][1], _fit, make_trainer, folders, questions, how, name, timeout=100)
+    assert_same_runs(ranks[0], kept[way], 2e-5)
+
+
+def _validate_and_fit(make_trainer: Any, folders: tuple[str, str], path: str, name: str) -> Any:
+    """``fit`` after a validation in inference mode, in which Lightning validates on NCCL; ranks share the teacher."""
+    os.environ["PL_GLOBAL_SEED"] = str(SEED)
+    strategy, world, replicas = STRATEGIES[name]
+    how: dict[str, Any] = WAYS["answers of the data"]["model"]
+    module = DistillationLM(folders[0], teacher=folders[1], shard_teacher=True, optimizer=steady, **how)
+    data, record = data_of(path), RecordMeans(MEASURED, None, None)
+
+    def validated(**options: Any) -> Trainer:
+        trainer: Trainer = make_trainer(**options)
+        trainer.validate(module, data, verbose=False)
+        return trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilities, "_distributed_is_initialized", lambda: False)
+        val, weights = fit_in_steps_of_4(validated, module, data, record, {"replicas": replicas}, world, strategy)
+    return record.steps, [*record.means, val], weights
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_training_after_a_validation_on_nccl(
+    make_trainer: Any,
+    folders: tuple[str, str],
+    questions: str,
+    kept: dict[str, Any],
+    live_ranks: LiveRanks,
+    name: str,
+) -> None:
+    way = "answers of the data"
+    if way not in kept:
+        kept[way] = fit(make_trainer, folders, questions, WAYS[way])
+    ranks = live_ranks(2, _validate_and_fit, make_trainer, folders, questions, name, timeout=100)
     assert_same_runs(ranks[0], kept[way], 2e-5)
 
 

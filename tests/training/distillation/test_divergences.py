@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import Calls
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 from torch.nn.functional import cross_entropy
@@ -98,6 +99,16 @@ def test_gradients_are_those_of_the_formula(
     assert int(found.correct) == int((logits.argmax(-1) == targets).sum())
     for got, wanted in zip(gradients, torch.autograd.grad(each.sum(), inputs), strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(("temperature", "quotients"), [(1.0, 0), (2.0, 2)])
+def test_logits_are_divided_by_another_temperature_than_1_alone(temperature: float, quotients: int) -> None:
+    """Each quotient is a copy of the logits of a chunk."""
+    loss_of = TeacherLoss(FixedTeacher(), torch.randn(4, 9), ForwardKL(temperature), 1.0)  # type: ignore[arg-type]
+    head, targets = nn.Linear(5, 12), torch.zeros(4, dtype=torch.long)
+    with torch.no_grad(), Calls() as seen:
+        token_cross_entropy(torch.randn(4, 5), head, targets, 100, list(head.parameters()), loss_of=loss_of)
+    assert seen.count("aten::div") == quotients
 
 
 @pytest.mark.parametrize(
