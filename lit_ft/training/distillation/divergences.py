@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from lit_ft.errors import RecipeError, explained
+from lit_ft.errors import RecipeError
 from lit_ft.training.loss.token_weights import with_options
+from lit_ft.training.trial import Trial
 
 
 class Divergence(ABC):
@@ -90,28 +91,20 @@ def check_divergence(divergence: Divergence) -> None:
         RecipeError: it is no finite number of 0 or above for each position, is not 0 for equal distributions, depends
             on other positions, or has no gradient.
     """
-    name = type(divergence).__name__
+    trial = Trial("model.divergence", divergence)
     teacher = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).log_softmax(-1)
     student = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 0.0, 2.0]]).log_softmax(-1).requires_grad_()
-    with explained("model.divergence", f"fix {name}"):
-        found = divergence.of(student, teacher)
-    if not isinstance(found, Tensor) or found.shape != (3,):
-        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise RecipeError(f"model.divergence: {name}.of gives {what} for 3 positions; return one number for each")
+    found = trial.numbers("of", lambda: divergence.of(student, teacher), (3,), "3 positions")
     if not found.requires_grad:
         raise RecipeError(
-            f"model.divergence: {name}.of has no gradient; compute it from the student's log-probabilities"
+            f"model.divergence: {trial.name}.of has no gradient; compute it from the student's log-probabilities"
         )
-    with explained("model.divergence", f"fix {name}"), torch.no_grad():
-        same = divergence.of(teacher, teacher)
-        alone = torch.cat([divergence.of(*both) for both in zip(student.split(1), teacher.split(1), strict=True)])
+    same = trial.numbers("of", lambda: divergence.of(teacher, teacher), (3,), "3 positions")
     if not bool((found.isfinite() & (found > 0) & (same.abs() < 1e-5)).all()):
         raise RecipeError(
-            f"model.divergence: {name}.of gives {found.tolist()} for distributions that differ, and {same.tolist()} "
-            "for equal ones; it must be finite and above 0 for the first, and 0 for the second"
+            f"model.divergence: {trial.name}.of gives {found.tolist()} for distributions that differ, and "
+            f"{same.tolist()} for equal ones; it must be finite and above 0 for the first, and 0 for the second"
         )
-    if not torch.allclose(found, alone, rtol=1e-4, atol=1e-6):
-        raise RecipeError(
-            f"model.divergence: {name}.of gives {found.tolist()} for three positions together, and {alone.tolist()} "
-            "one by one; compute each from its own position, because positions come in parts"
-        )
+    fix = "compute each from its own position, because positions come in parts"
+    pairs = list(zip(student.split(1), teacher.split(1), strict=True))
+    trial.check_alone("of", found, lambda: [divergence.of(*both) for both in pairs], "3 positions", fix)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_ft.errors import RecipeError, explained
+from lit_ft.training.trial import Trial
 
 
 def with_options(part: object) -> str:
@@ -49,24 +50,18 @@ def check_token_weights(weights: TokenWeights) -> None:
     Raises:
         RecipeError: they are not a finite number of 0 or above for each token, or depend on the tokens beside it.
     """
-    name, cross_entropy = type(weights).__name__, torch.tensor([0.0, 1.0, 8.0])
-    with explained("model.token_weights", f"fix {name}"):
-        factors = weights.of(cross_entropy)
-    if not isinstance(factors, Tensor) or factors.shape != cross_entropy.shape:
-        what = f"a tensor of shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else type(factors).__name__
-        raise RecipeError(f"model.token_weights: {name}.of gives {what} for 3 tokens; return one factor for each")
+    trial, cross_entropy = Trial("model.token_weights", weights), torch.tensor([0.0, 1.0, 8.0])
+    factors = trial.numbers("of", lambda: weights.of(cross_entropy), (3,), "3 tokens")
     if not bool((factors.isfinite() & (factors >= 0)).all()):
         raise RecipeError(
-            f"model.token_weights: {name}.of gives {factors.tolist()} for cross-entropies of "
+            f"model.token_weights: {trial.name}.of gives {factors.tolist()} for cross-entropies of "
             f"{cross_entropy.tolist()}; factors must be 0 or above, and finite"
         )
-    with explained("model.token_weights", f"fix {name}"):
-        alone = torch.cat([weights.of(one) for one in cross_entropy.split(1)])
-    if alone.shape != factors.shape or not torch.allclose(alone.float(), factors.float(), rtol=1e-4, atol=1e-6):
-        raise RecipeError(
-            f"model.token_weights: {name}.of gives {factors.tolist()} for cross-entropies of {cross_entropy.tolist()} "
-            f"together, and {alone.tolist()} one by one; compute the factor of a token from it alone, because tokens "
-            "come in parts of a micro-batch, whose size must not change what is trained"
-        )
-    with explained("model.token_weights", f"fix {name}: a micro-batch may have no supervised token"):
+    fix = (
+        "compute the factor of a token from it alone, because tokens come in parts of a micro-batch, whose size must "
+        "not change what is trained"
+    )
+    of = f"cross-entropies of {cross_entropy.tolist()}"
+    trial.check_alone("of", factors, lambda: [weights.of(one) for one in cross_entropy.split(1)], of, fix)
+    with explained("model.token_weights", f"fix {trial.name}: a micro-batch may have no supervised token"):
         weights.of(cross_entropy[:0])

@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_ft.errors import RecipeError, check_types, explained
+from lit_ft.errors import RecipeError, check_types
 from lit_ft.training.loss.token_weights import with_options
+from lit_ft.training.trial import Trial
 
 EPSILON = 1e-4
 """What is added to a standard deviation that advantages are divided by, as in TRL."""
@@ -112,24 +113,20 @@ def check_algorithm(algorithm: Algorithm, answers: int) -> None:
     Raises:
         RecipeError: it does not give one finite number for each answer, or those of a prompt depend on another's.
     """
-    name = type(algorithm).__name__
+    trial = Trial("model.algorithm", algorithm)
     rewards = torch.stack([torch.arange(answers) % 2, 1 + torch.arange(answers)]).float()
     tokens = 1 + torch.arange(2.0 * answers).view(2, answers)
-    with explained("model.algorithm", f"fix {name}"):
-        found = {"advantages": algorithm.advantages(rewards), "token_weight": algorithm.token_weight(tokens, 100)}
-    for method, values in found.items():
-        if not isinstance(values, Tensor) or values.shape != rewards.shape or not bool(values.isfinite().all()):
-            is_shaped = isinstance(values, Tensor) and values.shape != rewards.shape
-            what = f"a tensor of shape {tuple(values.shape)}" if is_shaped else repr(values)
+    shape, of = (2, answers), f"{answers} answers to each of 2 prompts"
+    advantages = trial.numbers("advantages", lambda: algorithm.advantages(rewards), shape, of)
+    weights = trial.numbers("token_weight", lambda: algorithm.token_weight(tokens, 100), shape, of)
+    for method, values in {"advantages": advantages, "token_weight": weights}.items():
+        if not bool(values.isfinite().all()):
             raise RecipeError(
-                f"model.algorithm: {name}.{method} gives {what} for {answers} answers to each of 2 prompts; return a "
-                f"finite number for each, (2, {answers})"
+                f"model.algorithm: {trial.name}.{method} gives {values.tolist()} for {of}; return finite numbers"
             )
-    with explained("model.algorithm", f"fix {name}"):
-        alone = torch.cat([algorithm.advantages(of_prompt[None]) for of_prompt in rewards])
-    if alone.shape != rewards.shape or not torch.allclose(alone, found["advantages"], rtol=1e-4, atol=1e-6):
-        raise RecipeError(
-            f"model.algorithm: {name}.advantages gives {found['advantages'].tolist()} for two prompts together, and "
-            f"{alone.tolist()} one by one; compute those of a prompt from its own rewards, because the size of "
-            "micro-batches must not change what is trained"
-        )
+    fix = (
+        "compute those of a prompt from its own rewards, because the size of micro-batches must not change what is "
+        "trained"
+    )
+    each = lambda: [algorithm.advantages(of_prompt[None]) for of_prompt in rewards]  # noqa: E731
+    trial.check_alone("advantages", advantages, each, of, fix)

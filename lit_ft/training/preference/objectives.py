@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lit_ft.errors import RecipeError, check_types, explained
+from lit_ft.errors import RecipeError, check_types
 from lit_ft.training.loss.token_weights import with_options
+from lit_ft.training.trial import Trial
 
 
 class AnswerLogProbs(NamedTuple):
@@ -221,36 +222,24 @@ def check_objective(objective: Objective) -> None:
     Raises:
         RecipeError: it does not say whether it needs a reference, or has no loss with a gradient for each pair alone.
     """
-    name, pairs = type(objective).__name__, 3
+    trial, pairs = Trial("model.objective", objective), 3
     if not isinstance(getattr(objective, "needs_reference", None), bool):
         raise RecipeError(
-            f"model.objective: {name} has no needs_reference; set it to True or False in the class: whether it "
+            f"model.objective: {trial.name} has no needs_reference; set it to True or False in the class: whether it "
             "compares the model with what it was before training"
         )
     policy = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
     zeros, four = torch.zeros(pairs), torch.full((pairs,), 4.0)
     chosen, rejected = (AnswerLogProbs(k * policy, zeros, four, zeros) for k in (1, 2))
-    with explained("model.objective", f"fix {name}"), torch.enable_grad():
-        found = {"losses": objective.losses(chosen, rejected), "reward": objective.reward(chosen)}
-    for method, values in found.items():
-        if not isinstance(values, Tensor) or values.shape != (pairs,):
-            what = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise RecipeError(
-                f"model.objective: {name}.{method} gives {what} for {pairs} pairs; return one value for each, whose "
-                "mean is taken over the pairs of the whole optimizer step"
-            )
-    losses = found["losses"]
+    with torch.enable_grad():
+        losses = trial.numbers("losses", lambda: objective.losses(chosen, rejected), (pairs,), f"{pairs} pairs")
+    trial.numbers("reward", lambda: objective.reward(chosen), (pairs,), f"{pairs} answers")
     if not losses.requires_grad:
-        raise RecipeError(f"model.objective: {name}.losses has no gradient; compute it from the answers' policy")
-    with explained("model.objective", f"fix {name}"):
-        one_by_one = [(_pair(chosen, i), _pair(rejected, i)) for i in range(pairs)]
-        alone = torch.cat([objective.losses(*both) for both in one_by_one])
-    if alone.shape != losses.shape or not torch.allclose(alone, losses, rtol=1e-4, atol=1e-6):
-        raise RecipeError(
-            f"model.objective: {name}.losses gives {losses.tolist()} for {pairs} pairs together, and {alone.tolist()} "
-            "one by one; compute the loss of a pair from it alone, because the size of micro-batches must not change "
-            "what is trained"
-        )
+        raise RecipeError(f"model.objective: {trial.name}.losses has no gradient; compute it from the answers' policy")
+    one_by_one = [(_pair(chosen, i), _pair(rejected, i)) for i in range(pairs)]
+    fix = "compute the loss of a pair from it alone, because the size of micro-batches must not change what is trained"
+    each = lambda: [objective.losses(*both) for both in one_by_one]  # noqa: E731
+    trial.check_alone("losses", losses, each, f"{pairs} pairs", fix)
 
 
 def _pair(answers: AnswerLogProbs, index: int) -> AnswerLogProbs:

@@ -178,7 +178,7 @@ class OfAnyToken(TokenWeights):
         (OfTheBest(), "one by one; compute the factor of a token from it alone, because tokens come in parts of a"),
         (OfAnyToken(), "no first token; fix OfAnyToken: a micro-batch may have no supervised token"),
         (Negative(), "Negative.of gives [-0.0, -1.0, -8.0] for cross-entropies of [0.0, 1.0, 8.0]; factors must be 0"),
-        (OfTheBatch(), "OfTheBatch.of gives a tensor of shape () for 3 tokens; return one factor for each"),
+        (OfTheBatch(), "OfTheBatch.of gives a tensor of shape () for 3 tokens; return one number for each"),
     ],
 )
 def test_own_weights_are_tried_at_once(model_folder: str, weights: TokenWeights, why: str) -> None:

@@ -111,7 +111,7 @@ class Own(DPO):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (Tensor.mean, r"Own\.losses gives a tensor of shape \(\) for 3 pairs; return one value for each"),
+        (Tensor.mean, r"Own\.losses gives a tensor of shape \(\) for 3 pairs; return one number for each"),
         (Tensor.tolist, r"Own\.losses gives list for 3 pairs"),
         (Tensor.detach, r"Own\.losses has no gradient"),
         (
