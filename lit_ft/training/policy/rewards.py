@@ -58,7 +58,12 @@ class ExactAnswer(Reward):
 class FinalNumber(Reward):
     """1 where the last number of the answer equals the last number of the expected answer, else 0.
 
-    For arithmetic with steps, e.g. GSM8K (Cobbe et al. 2021, arXiv:2110.14168), whose answers end in ``#### 42``.
+    For arithmetic with steps, e.g. GSM8K (Cobbe et al. 2021, arXiv:2510.14168), whose answers end in ``#### 42``.
+
+    Numbers are ``42``, ``-3``, ``.5``, ``1e5``, fractions as ``3/4``, and groups of three digits: ``1,234``, ``1 234``,
+    ``1'234``, ``1_234``. They may touch letters and signs: ``$5``, ``18kg``; ``50%`` is 50. Other commas, hyphens and
+    colons separate numbers: the last one of ``0,5``, ``10-5`` and ``2:5`` is 5. What is made of digits, dots and
+    slashes and is none of these (``1.2.3``, ``5/6/2024``) is no number, nor are its parts.
     """
 
     def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
@@ -78,12 +83,35 @@ class FinalNumber(Reward):
         return number
 
 
-_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"""
+    (?<!\d) (?P<sign>[-\u2212\uff0d]?)                        # hyphen, minus, and the full-width one
+    (?P<digits>
+        (?: \d{1,3} (?P<separator>[,_'\u2019\ \u00a0\u2009\u202f]) \d{3} (?: (?P=separator) \d{3} )* (?!\d) | \d+ )
+        (?: \.\d+ )?
+        | (?<![A-Za-z.]) \.\d+                                # after a letter or a dot, the dot ends a sentence
+    )
+    (?P<exponent> [eE] [-+]? \d+ )?
+    (?: / (?P<denominator> \d+ (?: \.\d+ )? | \.\d+ ) )?
+    (?P<more> [./] \d [\d./]* )?
+    """,
+    re.VERBOSE,
+)
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    values = [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
+    return values[-1] if values else None
+
+
+def _value(match: re.Match[str]) -> float | None:
+    """Number that ``_NUMBER`` has found; None for what only begins like one, and for what is not finite."""
+    digits, separator = match["digits"], match["separator"] or ","
+    value = float(digits.replace(separator, "") + (match["exponent"] or "")) * (-1 if match["sign"] else 1)
+    denominator = float(match["denominator"] or 1)
+    if match["more"] or not denominator or math.isinf(value):
+        return None
+    return value / denominator
 
 
 class Similarity(Reward):

@@ -1,5 +1,6 @@
 """Rewards: what each gives for which answer, and own ones that fail."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,10 +36,47 @@ def test_exact_answer() -> None:
         ("答案是18元。", "#### 18", 1),
         ("", "7", 0),
         ("3.", "3.0", 1),
+        (".5", "5", 0),
+        (".5", "0.5", 1),
+        ("It is -.50.", "-1/2", 1),
+        ("so it is right.5", "5", 1),  # a dot that ends a sentence
+        ("1e5", "5", 0),
+        ("1e5", "#### 100,000", 1),
+        ("1.5E-3", "0.0015", 1),
+        ("2e", "2", 1),
+        ("e5", "5", 1),
+        ("7 or 1e999", "7", 1),  # no float
+        ("1 000", "0", 0),
+        ("1 000", "1000", 1),
+        ("1\u202f234\u202f567", "1234567", 1),
+        ("1'234", "1_234", 1),
+        ("In 2019 300 came", "300", 1),
+        ("1,234 567", "567", 1),  # of two kinds: two numbers
+        ("3/4", "4", 0),
+        ("3/4", "0.75", 1),
+        ("3/0", "0", 0),
+        ("7, version 1.2.3", "3", 0),
+        ("7, version 1.2.3", "7", 1),
+        ("4 on 5/6/2024", "4", 1),
+        ("\u22123", "3", 0),
+        ("\u22123", "-3", 1),
+        ("１８", "18", 1),
+        ("Rs500", "500", 1),
+        ("18kg", "18", 1),
+        ("50%", "50", 1),
+        ("0,5", "5", 1),  # a list as well
+        ("2:5", "5", 1),
     ],
 )
 def test_final_number(answer: str, expected: str, reward: float) -> None:
     assert FinalNumber().of(_answers((answer, expected))) == [reward]
+
+
+def test_numbers_of_long_answers_are_found_in_linear_time() -> None:
+    started = time.perf_counter()
+    for part in ("1,234", "1 234 ", "1.", "1/", "1e", "-", "9"):
+        FinalNumber().of(_answers((part * 20_000, "7")))
+    assert time.perf_counter() - started < 5
 
 
 def test_final_number_needs_one_in_the_data() -> None:
