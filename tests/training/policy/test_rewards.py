@@ -1,5 +1,6 @@
 """Rewards: what each gives for which answer, and own ones that fail."""
 
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lit_ft import ExactAnswer, FinalNumber, Matches, OverlongPenalty, RecipeError, Similarity
+from lit_ft.training.answer_scores.rouge_and_bleu import words_and_signs
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
 
 
@@ -84,8 +86,46 @@ def test_final_number_needs_one_in_the_data() -> None:
         rewards_of(FinalNumber(), _answers(("7", "seven")))
 
 
+def _longest_common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Length of the longest common subsequence, by the table of the textbook."""
+    row = [0] * (len(other) + 1)
+    for part in one:
+        before = row
+        row = [0]
+        for index, other_part in enumerate(other):
+            row.append(before[index] + 1 if part == other_part else max(before[index + 1], row[-1]))
+    return row[-1]
+
+
 def test_similarity() -> None:
     assert Similarity().of(_answers(("abcd", "abcd"), ("ab", "abcd"), ("xyz", "abcd"))) == [1, pytest.approx(2 / 3), 0]
+    assert Similarity().of(_answers(("", ""), ("", "a"), ("a", ""))) == [1, 0, 0]
+
+
+def test_similarity_is_that_of_the_longest_common_subsequence() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        answer, expected = ("".join(draw.choices("abc 是", k=draw.randint(1, 100))) for _ in range(2))
+        wanted = 2 * _longest_common(answer, expected) / (len(answer) + len(expected))
+        assert Similarity().of(_answers((answer, expected))) == [wanted]
+
+
+def test_similarity_to_a_long_answer_is_that_of_words() -> None:
+    expected = "The hall is 12 m long, so 是的。" * 4  # 9 words, of which 2 are characters, and 2 signs
+    assert len(words_and_signs(expected)) == 4 * 11
+    answer = "The  hall\nis 13 m long; so 是的。" * 4
+    soup = "e t a o n i s r h l " * 6
+    assert Similarity().of(_answers((expected, expected), (answer, expected), (soup, expected))) == [1, 9 / 11, 0]
+
+
+def test_similarity_takes_no_longer_for_answers_that_repeat_themselves() -> None:
+    """difflib took 3 to 9 seconds for one of them."""
+    words = random.Random(0).choices("the of and to in a is that for it on with as was 的 一 是 了".split(), k=10_000)
+    expected = " ".join(words)
+    started = time.perf_counter()
+    found = Similarity().of(_answers(*[(answer, expected) for answer in ("the " * 10_000, "的" * 10_000, expected)]))
+    assert time.perf_counter() - started < 2
+    assert found[2] == 1.0
 
 
 def test_matches() -> None:
