@@ -340,7 +340,7 @@ def test_the_newest_of_some_checkpoints_is_that_of_the_latest_step(tmp_path: Pat
     assert newest_of([paths[3]]) is None
 
 
-class Counted(dict[str, Any]):
+class CountsPasses(dict[str, Any]):
     """A mapping that counts how often it is gone through."""
 
     passes = 0
@@ -364,8 +364,8 @@ def _save_and_load_optimizers(path: Path) -> tuple[dict[str, Any], int]:
     ]
     sharded.save_sharded({**content(1), "state_dict": module.state_dict(), "optimizer_states": states}, path, names)
     sizes = sharded._sizes
-    sharded._sizes = lambda path: Counted(sizes(path))  # this process is a rank of this test alone
-    return sharded.load_sharded(path, module, [[of] for of in names]), Counted.passes
+    sharded._sizes = lambda path: CountsPasses(sizes(path))  # this process is a rank of this test alone
+    return sharded.load_sharded(path, module, [[of] for of in names]), CountsPasses.passes
 
 
 def test_optimizer_state_is_found_by_going_once_through_what_is_saved(tmp_path: Path) -> None:
