@@ -109,7 +109,7 @@ def _value(match: re.Match[str]) -> float | None:
     digits, separator = match["digits"], match["separator"] or ","
     value = float(digits.replace(separator, "") + (match["exponent"] or "")) * (-1 if match["sign"] else 1)
     denominator = float(match["denominator"] or 1)
-    if match["more"] or not denominator or math.isinf(value):
+    if match["more"] or not denominator or math.isinf(value) or math.isinf(denominator):
         return None
     return value / denominator
 
