@@ -62,3 +62,8 @@ class GradientNorm:
         if state != self._state:
             self._gradients, self._state, self._norm = gradients, state, measure(with_gradients(optimizer))
         return self._norm
+
+    def before_removal(self, optimizer: Optimizer) -> Tensor | None:
+        """Norm that was measured in this step, if all gradients have been removed since, as by ``SpikeGuard``."""
+        has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        return self._norm if self._gradients and not has_gradients else None

@@ -1,10 +1,13 @@
 """The gradient norm: in fp32, measured once for all who ask, and again once a gradient has changed."""
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lit_callbacks import SpikeGuard
 from torch import Tensor, nn
 
@@ -77,3 +80,30 @@ def test_one_measurement_a_step_for_spikes_log_and_clipping(
     trainer.fit(CausalLM(model_folder), TextDataModule(write_rows()))
     assert len(measured) == 3
     assert measured[0] > 0
+
+
+def test_the_norm_of_a_skipped_step_is_logged(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Scales(Callback):
+        """Makes gradients as given, 1 to begin with, and keeps what is logged of each step."""
+
+        def __init__(self, *factors: float) -> None:
+            self.factors, self.norms, self.logged = factors, [], []
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            for gradient in gradients:
+                gradient.mul_(self.factors[trainer.global_step])
+            self.norms.append(float(torch.cat([one.flatten() for one in gradients]).norm()))
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.logged.append(float(trainer.callback_metrics["train/grad_norm"]))
+
+    scales, guard = Scales(math.inf, 1.0, 1.0, 1.0, 1e4), SpikeGuard(folder=tmp_path, warmup_steps=2)
+    trainer = make_trainer(max_steps=5, gradient_clip_val=0.5, callbacks=[scales, guard])
+    trainer.fit(CausalLM(model_folder), TextDataModule(write_rows()))
+    assert guard.skipped_steps == 2
+    assert scales.logged == pytest.approx(scales.norms, nan_ok=True)
+    assert scales.logged[4] > 1e3
+    assert not any("of the others" in str(warning.message) for warning in recwarn)

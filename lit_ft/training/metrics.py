@@ -1,7 +1,8 @@
 """Metrics that average a quantity over supervised tokens, and the load of experts."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -45,8 +46,38 @@ def gather(state: Tensor, group: distributed.ProcessGroup | None = None) -> list
     return gathered
 
 
+@contextmanager
+def gathered_together(metrics: Sequence["OwnStateMetric"]) -> Iterator[None]:
+    """Let several metrics be computed, within, from states of all ranks that one collective for each dtype gathers.
+
+    Each metric alone would gather each of its states. All ranks have the same metrics. The sums over ranks are the
+    same, to the bit.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        yield
+        return
+    states = [state for metric in metrics for state in metric.states()]
+    of_ranks: dict[int, list[Tensor]] = {}  # by the identity of a state, all that a metric hands to its function
+    for dtype in dict.fromkeys(state.dtype for state in states):
+        alike = [state for state in states if state.dtype == dtype]
+        ranks = gather(torch.cat([state.flatten() for state in alike]))
+        parts = zip(*(rank.split([state.numel() for state in alike]) for rank in ranks), strict=True)
+        of_ranks |= {id(state): [one.view_as(state) for one in of] for state, of in zip(alike, parts, strict=True)}
+    for metric in metrics:
+        metric.dist_sync_fn = lambda state, group: of_ranks[id(state)]
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            metric.dist_sync_fn = gather
+
+
 class OwnStateMetric(Metric):
     """Metric that shares its state with no other process, and that a fit can change after a validation."""
+
+    def states(self) -> list[Tensor]:
+        """What it adds up on this rank."""
+        return [getattr(self, name) for name in self._defaults]
 
     def reset(self) -> None:
         """Start again; the state is none of inference mode, in which `validate` runs."""
@@ -282,11 +313,12 @@ class StageMetrics(nn.Module):
             prefix: first part of the logged names.
             prog_bar: whether Lightning hands what is shown to the progress bar; it reads it after each micro-batch.
         """
-        loss = self.loss.compute()
-        further = self._further_means(loss)
-        sources = {} if self.sources is None else self.sources.compute(self._present)
-        of_sources = {f"loss/{name}": mean for name, mean in sources.items()}
-        means = {"loss": loss, **further, **self._of_router(), **of_sources, **self._loads()}
+        with gathered_together([metric for metric in self.children() if isinstance(metric, OwnStateMetric)]):
+            loss = self.loss.compute()
+            further = self._further_means(loss)
+            sources = {} if self.sources is None else self.sources.compute(self._present)
+            of_sources = {f"loss/{name}": mean for name, mean in sources.items()}
+            means = {"loss": loss, **further, **self._of_router(), **of_sources, **self._loads()}
         for name, mean in means.items():
             module.log(f"{prefix}/{name}", mean, prog_bar=prog_bar and name in ("loss", *self.shown))
         self.on_bar = {f"{prefix}/{name}": further[name] for name in self.shown if name in further}

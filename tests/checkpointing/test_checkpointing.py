@@ -6,7 +6,7 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -338,6 +338,45 @@ def test_the_newest_of_some_checkpoints_is_that_of_the_latest_step(tmp_path: Pat
     paths[3].write_bytes(b"damaged")
     assert newest_of([*paths, tmp_path / "weights.ckpt"]) == paths[2]
     assert newest_of([paths[3]]) is None
+
+
+class CountsPasses(dict[str, Any]):
+    """A mapping that counts how often it is gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        type(self).passes += 1
+        return super().__iter__()
+
+
+def _save_and_load_optimizers(path: Path) -> tuple[dict[str, Any], int]:
+    """Two optimizers, the second of ten layers, one of which has a name within that of another one."""
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ["a", "w", *map(str, range(10))]})
+    module["w"].register_module("a", torch.nn.Linear(2, 2))
+    names = [[name for name, _ in module.named_parameters() if name.startswith("a.") is kind] for kind in (True, False)]
+    states = [
+        {
+            "state": {i: {"exp_avg": torch.full((2,), float(i)), "lr": 1} for i in range(len(of))},
+            "param_groups": [{"lr": 0.1, "params": list(range(len(of)))}],
+        }
+        for of in names
+    ]
+    sharded.save_sharded({**content(1), "state_dict": module.state_dict(), "optimizer_states": states}, path, names)
+    sizes = sharded._sizes
+    sharded._sizes = lambda path: CountsPasses(sizes(path))  # this process is a rank of this test alone
+    return sharded.load_sharded(path, module, [[of] for of in names]), CountsPasses.passes
+
+
+def test_optimizer_state_is_found_by_going_once_through_what_is_saved(tmp_path: Path) -> None:
+    """Going through it once for each parameter took 21 seconds of 4,000 parameters."""
+    loaded, passes = on_ranks(1, in_group, _save_and_load_optimizers, tmp_path / "saved")[0]
+    assert passes == 1
+    for state, names in zip(loaded["optimizer_states"], loaded["optimizer_names"], strict=True):
+        assert [value["exp_avg"].tolist() for value in state["state"].values()] == [[i, i] for i in range(len(names))]
+        assert all(value["lr"] == 1 for value in state["state"].values())
+    assert loaded["optimizer_names"][0] == ["a.weight", "a.bias"]
+    assert {"w.a.weight", "w.weight"} < set(loaded["optimizer_names"][1])
 
 
 def _save_weights_alone(path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import on_ranks
@@ -146,12 +148,49 @@ def test_a_damaged_entry_is_said_and_written_anew(tmp_path: Path, caplog: pytest
 
 
 def test_other_code_makes_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(make_rows(20)))
-    assert key_of(path) != "found"
-    source = token_cache.inspect.getsource
-    monkeypatch.setattr(token_cache.inspect, "getsource", lambda module: source(module) + "# changed")
-    assert key_of(path) != "found"
+    tokenization = Preparation(make_tokenizer()).tokenization(Source("rows.json", format="completion"))
+    before = token_cache.fingerprint("rows", tokenization)
+    files = [(token_cache._PACKAGE / name, tmp_path / name) for name in token_cache.files_that_tokenize()]
+    for file, copied in files:
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copied)
+    monkeypatch.setattr(token_cache, "_PACKAGE", tmp_path)
+    found = {token_cache.fingerprint("rows", tokenization)}
+    assert found == {before}
+    for _, copied in files:
+        copied.write_bytes(copied.read_bytes() + b"# changed")
+        found.add(token_cache.fingerprint("rows", tokenization))
+    assert len(found) == 1 + len(files)
+
+
+CANNOT_CHANGE_TOKENS = {
+    "lit_callbacks.internals.transformers_internals": "attention, of models",
+    "lit_callbacks.output.printable": "texts of errors",
+    "lit_callbacks.output.quantities": "texts of errors",
+    "lit_callbacks.protocols": "types",
+    "lit_ft.balanced_partition": "packs samples into micro-batches",
+    "lit_ft.data.tokens.cache": "keeps what is made",
+    "lit_ft.data.tokens.row_count": "shows progress",
+    "lit_ft.data.worker_processes": "starts and ends processes",
+    "lit_ft.errors": "texts of errors",
+    "lit_ft.internals.executors": "ends processes",
+    "lit_ft.internals.hub": "finds files, whose content is in the key",
+    "lit_ft.internals.torch": "modules, of models",
+    "lit_ft.model.files.git_pointer": "refuses files",
+    "lit_ft.process": "signals, and the number of cores",
+}
+"""Modules that those which tokenize import, and that are no part of the cache's key, nor is what they import."""
+
+
+def test_the_code_that_tokenizes_is_complete() -> None:
+    """A module that one of them imports is one of them too, or is in the list above."""
+    graph = grimp.build_graph("lit_ft", "lit_callbacks", cache_dir=None)
+    tokenize = {f"lit_ft/{name}".removesuffix(".py").replace("/", ".") for name in token_cache.files_that_tokenize()}
+    tokenize = {name.removesuffix(".__init__") for name in tokenize}
+    assert tokenize < graph.modules
+    assert {"lit_ft.data.tokens.tokenization", "lit_ft.data.tokens.preparation"} < tokenize
+    imported = {name for module in tokenize for name in graph.find_modules_directly_imported_by(module)}
+    assert imported - tokenize == CANNOT_CHANGE_TOKENS.keys()
 
 
 def test_template_variables_make_another_entry(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import warnings
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +18,15 @@ from lightning.pytorch.loggers import CSVLogger
 from peft import LoraConfig
 from ranks import on_ranks
 from shared_fixtures import make_rows
-from torch import nn
+from torch import distributed, nn
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.data.text.sources import Source
 from lit_ft.packed_batch import TokenLoss
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lit_ft.training.metrics import ExpertLoad, SourceMeans, StageMetrics, TokenMean
+from lit_ft.training.loss.token_weights import DFT
+from lit_ft.training.metrics import ExpertLoad, SourceMeans, StageMetrics, TokenMean, WeightedMetrics
+from lit_ft.training.policy.metrics import PolicyMetrics
 from lit_ft.tuning.targets.experts import expert_layers
 
 CASTS: dict[str, Any] = {
@@ -152,6 +156,92 @@ def test_a_source_without_tokens_in_a_step_is_not_logged_again(
         2 * [True, False, False, False],
         2 * [False, True, True, True],
     ]
+
+
+# --- collectives ---------------------------------------------------------------------------------------
+
+
+def counted_gathers(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Dtypes of the tensors that are gathered from now on."""
+    dtypes: list[torch.dtype] = []
+    plain = distributed.all_gather
+
+    def counted(parts: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> Any:
+        dtypes.append(tensor.dtype)
+        return plain(parts, tensor, **options)
+
+    monkeypatch.setattr(distributed, "all_gather", counted)
+    return dtypes
+
+
+def metrics_of_rank(rank: int) -> dict[str, StageMetrics]:
+    """Metrics of which each rank has other sums, and rank 1 no tokens of a ``CausalLM``."""
+    draw = torch.Generator().manual_seed(rank)
+    losses, sources = torch.rand(5, generator=draw), torch.tensor([0, 2, 2, 0, 0])
+    if rank == 1:
+        losses, sources = losses[:0], sources[:0]
+    batch = {"targets": sources, "target_sources": sources, "source_names": ("a", "b", "c"), "window_sources": (0, 2)}
+    stages = {"causal": WeightedMetrics(DFT(), True), "policy": PolicyMetrics(["X"], has_router_loss=True, has_kl=True)}
+    for name, metrics in stages.items():
+        metrics.sources = SourceMeans(batch["source_names"])
+        for metric in metrics.children():
+            if (name, rank) != ("causal", 1) and isinstance(metric, TokenMean) and not isinstance(metric, SourceMeans):
+                metric.update(torch.rand(metric.total.shape, generator=draw), 7 - 4 * rank)
+    stages["causal"].add(TokenLoss(losses.sum(), torch.tensor(1 - rank), losses), batch)
+    return stages
+
+
+def logged_by_ranks() -> dict[str, tuple[list[torch.dtype], dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Dtypes of what is gathered for a log, what is logged, and what each metric alone computes."""
+    distributed.init_process_group("gloo")
+    found = {}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # metrics of rank 1 are computed without a value
+        dtypes = counted_gathers(patch)
+        for name, metrics in metrics_of_rank(distributed.get_rank()).items():
+            alone = {}
+            for part, metric in deepcopy(metrics).named_children():
+                alone[part] = metric.compute()
+            dtypes.clear()
+            logged: dict[str, torch.Tensor] = {}
+            metrics.log(SimpleNamespace(log=lambda name, value, to=logged, **_: to.update({name: value})), "train")
+            found[name] = list(dtypes), logged, alone
+            assert all(not state.any() for metric in metrics.children() for state in metric.states())
+    distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.processes
+def test_all_states_of_a_stage_are_gathered_together() -> None:
+    one, other = on_ranks(2, logged_by_ranks)
+    for name, (dtypes, logged, alone) in one.items():
+        assert dtypes == other[name][0] == [torch.float64, torch.int64]
+        assert logged.keys() == other[name][1].keys()
+        assert all(torch.equal(value, other[name][1][key]) for key, value in logged.items())
+        assert torch.equal(logged["train/loss"], alone["loss"])
+        assert torch.equal(logged["train/router_aux_loss"], alone["router_aux_loss"])
+    causal, policy = one["causal"], one["policy"]
+    assert {key: causal[1][f"train/loss/{key}"] for key in "ac"} == {key: causal[2]["sources"][key] for key in "ac"}
+    assert torch.equal(causal[1]["train/token_accuracy"], causal[2]["token_accuracy"])
+    assert [policy[1][f"train/{key}"] for key in ("reward", "answer_tokens", "cut_share", "rewards/X")] == [
+        *policy[2]["of_answers"]
+    ]
+    assert torch.equal(policy[1]["train/kl"], policy[2]["kl"])
+
+
+def gathers_of_a_fit(make_trainer: Any, model_folder: str, data: str) -> tuple[int, int]:
+    """Optimizer steps of a fit and a validation, and tensors that are gathered in them."""
+    with pytest.MonkeyPatch.context() as patch:
+        dtypes = counted_gathers(patch)
+        trainer = make_trainer(max_steps=3, devices=2, strategy="ddp", use_distributed_sampler=False)
+        trainer.fit(CausalLM(model_folder), TextDataModule(data, micro_batch_size=2, val_path=data))
+        return trainer.global_step, len(dtypes)
+
+
+@pytest.mark.processes
+def test_a_step_gathers_one_tensor_of_each_dtype(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    found = on_ranks(2, gathers_of_a_fit, make_trainer, model_folder, write_rows(make_rows(12)), timeout=100)
+    assert found == [(3, 2 * (3 + 1))] * 2
 
 
 # --- load of experts -----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def made(make: Callable[..., Optimizer], schedule: Schedule | None) -> tuple[Opt
     torch.manual_seed(0)
     groups = [{"params": [nn.Parameter(torch.ones(2, 2))], MATRICES: True}]
     optimizer = make([*groups, {"params": [nn.Parameter(torch.ones(2))], MATRICES: False}])
-    optimizer.param_groups[1]["lr"] *= 4
+    optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"] * 4
     schedules = [] if schedule is None else [schedule(optimizer)]
     return optimizer, schedules, RecipeOptions(optimizer, schedules)
 
@@ -57,7 +57,7 @@ def train(optimizer: Optimizer, schedules: list[Any], steps: int) -> list[list[f
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
-        rates.append([group["lr"] for group in optimizer.param_groups])
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
         optimizer.step()
         for one in schedules:
             one.step(1.0) if isinstance(one, ReduceLROnPlateau) else one.step()
@@ -103,6 +103,33 @@ def test_rates_are_those_of_a_run_that_had_the_new_one_from_the_start(
     wanted = train(*made(low, SCHEDULES[name])[:2], 9)[3:]
     assert train(optimizer, schedules, 6) == [pytest.approx(rates) for rates in wanted]
     assert "by the recipe, lr is 0.02, no longer 0.1; lr is 0.08, no longer 0.4" in caplog.text
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_may_be_tensors(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    low, high = (lambda groups, lr=rate: AdamW(groups, lr=torch.tensor(lr)) for rate in (0.02, 0.1))
+    optimizer, schedules = resumed(high, low, SCHEDULES[name])
+    assert all(torch.is_tensor(group["lr"]) for group in optimizer.param_groups)
+    wanted = train(*made(partial(AdamW, lr=0.02), SCHEDULES[name])[:2], 9)[3:]
+    assert train(optimizer, schedules, 6) == [pytest.approx(rates) for rates in wanted]
+    assert "by the recipe, lr is 0.02, no longer 0.1; lr is 0.08, no longer 0.4" in caplog.text
+    caplog.clear()
+    resumed(low, low, SCHEDULES[name])
+    assert "by the recipe" not in caplog.text
+
+
+def test_a_tensor_is_a_rate_of_each_group(caplog: pytest.LogCaptureFixture, make_trainer: Any) -> None:
+    caplog.set_level("INFO")
+    module, given = BoringModel(), torch.tensor(1e-2)
+    module.trainer = make_trainer()
+    make = partial(configure_optimizers, module, partial(AdamW, lr=given), lr_factors={"bias": 0.1})
+    optimizer = make()
+    assert isinstance(optimizer, Optimizer)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [pytest.approx(1e-2), pytest.approx(1e-3)]
+    make(partial(LinearWithWarmup, warmup=2, total_steps=9))  # writes its first rate, 0, into the tensors of its groups
+    assert float(given) == pytest.approx(1e-2)
+    assert "takes learning rates from its own options" not in caplog.text
 
 
 def test_an_unchanged_recipe_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:

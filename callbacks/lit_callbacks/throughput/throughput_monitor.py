@@ -186,8 +186,8 @@ class ThroughputMonitor(Callback):
             self._skipped += 1
             return
         self._pending.append((batches, intervals))
+        self._collect()  # in each step, so that the events of a run that logs rarely or never do not add up
         if every and self._number // every != before // every:
-            self._collect()
             self._log(trainer)
 
     def _add(self, batch: object) -> None:

@@ -153,6 +153,36 @@ def test_the_window_forgets_and_the_run_does_not(tmp_path: Path, clock: Clock) -
     assert float(trainer.callback_metrics["throughput/tokens_per_second"]) == 16
 
 
+class LateClock(clocks.HostClock):
+    """Clock of a device that is one step behind the host."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.now = clock.perf_counter
+
+    def has_passed(self, point: float) -> bool:
+        return self.now() - point >= 1
+
+
+def test_steps_do_not_wait_for_a_log_that_never_comes(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pending(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            pending.append(len(monitor._pending))
+
+    pending: list[int] = []
+    monkeypatch.setattr(
+        "lit_callbacks.throughput.throughput_monitor.timer_of", lambda device: clocks.PhaseTimer(LateClock(clock))
+    )
+    monitor = ThroughputMonitor()
+    trainer = make_trainer(tmp_path, callbacks=[monitor, Pending()], log_every_n_steps=0)
+    trainer.fit(TinyLM(), SlowLoader(clock, texts(16)))
+    assert pending == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert monitor._run.steps == 6
+    assert monitor._run.seconds["data"] == 6
+
+
 def test_what_is_left_out_is_said_once(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)

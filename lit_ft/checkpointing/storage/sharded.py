@@ -8,7 +8,7 @@ tensors by name, independent of how they were sharded: it can be read under any 
 import copy
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -276,9 +276,10 @@ def load_sharded(
         if name in own
     }
     saved = _sizes(path)
+    keys = _optimizer_keys(saved) if groups else {}
     for number, of_optimizer in enumerate(groups):
         for name in (name for group in of_optimizer for name in group):
-            for key in _keys(saved, number, name):
+            for key in keys.get((number, name), ()):
                 like, entry = own_by_name[name], saved[key]
                 tensors[key] = (
                     torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
@@ -328,8 +329,15 @@ def _sizes(path: Path) -> dict[str, TensorStorageMetadata]:
     return {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _keys(saved: dict[str, TensorStorageMetadata], optimizer: int, name: str) -> list[str]:
-    return [key for key in saved if key.startswith(f"optimizer.{optimizer}/") and key.split("/", 2)[2] == name]
+def _optimizer_keys(saved: Iterable[str]) -> dict[tuple[int, str], list[str]]:
+    """Keys of saved optimizer state by number of the optimizer and name of the parameter."""
+    keys: dict[tuple[int, str], list[str]] = {}
+    for key in saved:
+        kind, _, what_and_name = key.partition("/")
+        if kind.startswith("optimizer."):
+            owner = int(kind.removeprefix("optimizer.")), what_and_name.partition("/")[2]
+            keys.setdefault(owner, []).append(key)
+    return keys
 
 
 def _as_lightning(rest: Checkpoint, tensors: dict[str, Tensor]) -> Checkpoint:

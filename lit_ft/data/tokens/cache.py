@@ -8,7 +8,6 @@ Checksums of its files are compared before it is used: a damaged entry is writte
 
 import errno
 import hashlib
-import inspect
 import json
 import os
 import shutil
@@ -21,19 +20,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.data.text import (
-    chat_template,
-    columns,
-    formats,
-    json_list,
-    placeholders,
-    preferences,
-    rendering,
-    sources,
-    template_options,
-)
-from lit_ft.data.tokens import megatron_indexed, samples, segment_encoder, truncation
-from lit_ft.data.tokens import tokenization as encoding
 from lit_ft.data.tokens.tokenization import Tokenization
 from lit_ft.errors import RecipeError
 
@@ -41,6 +27,11 @@ SECONDS_BEFORE_SAYING_SO = 5
 SUMS = "sums.json"
 """File of an entry with the checksums of its other files."""
 _CHUNK_BYTES = 2**22
+_PACKAGE = Path(__file__).parents[2]
+_FOLDERS_THAT_TOKENIZE = ("data/text", "data/tokens")
+_NO_PART_OF_IT = ("data/tokens/cache.py", "data/tokens/row_count.py")
+_FILES_THAT_TOKENIZE = ("internals/transformers.py", "model/render_limits.py", "packed_batch.py")
+"""Files besides; a test compares all with what they import."""
 
 
 def default_folder() -> Path:
@@ -57,32 +48,24 @@ def fingerprint(source_digest: str, tokenization: Tokenization, **more: object) 
     """Name of an entry: a digest of the rows' content, the tokenization settings, and the code that tokenizes."""
     tokenizer = tokenization.tokenizer
     settings = {f.name: getattr(tokenization, f.name) for f in fields(tokenization) if f.name != "tokenizer"}
-    code = (
-        encoding,
-        columns,
-        formats,
-        json_list,
-        placeholders,
-        preferences,
-        megatron_indexed,
-        truncation,
-        rendering,
-        samples,
-        sources,
-        chat_template,
-        template_options,
-        segment_encoder,
-    )
     ingredients = {
         "rows": source_digest,
         "settings": {**settings, **more},
         "tokenizer": [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template],
         "special tokens": tokenizer.special_tokens_map,
-        "code": [inspect.getsource(module) for module in code],
+        "code": {name: (_PACKAGE / name).read_text(encoding="utf-8") for name in files_that_tokenize()},
         "libraries": [version_of(name) for name in ("transformers", "tokenizers", "jinja2", "datasets", "numpy")],
     }
     text = json.dumps(ingredients, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+@cache
+def files_that_tokenize() -> tuple[str, ...]:
+    """Files of lit_ft that decide what tokens rows become, as paths from its folder."""
+    of_folders = [path for folder in _FOLDERS_THAT_TOKENIZE for path in (_PACKAGE / folder).glob("*.py")]
+    names = {path.relative_to(_PACKAGE).as_posix() for path in of_folders}
+    return tuple(sorted((names | set(_FILES_THAT_TOKENIZE)) - set(_NO_PART_OF_IT)))
 
 
 @cache

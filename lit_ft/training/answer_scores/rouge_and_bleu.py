@@ -15,6 +15,7 @@ NAMES = (*_ROUGE, "bleu")
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 """Scripts that put no spaces between words."""
 _WORD = regex.compile(rf"[{_UNSPACED}]\p{{M}}*|[\p{{L}}\p{{M}}\p{{N}}--[{_UNSPACED}]]+", regex.V1)
+_WORD_OR_SIGN = regex.compile(rf"{_WORD.pattern}|\S", regex.V1)
 
 
 class AnswerScores(ExactMatch):
@@ -52,6 +53,11 @@ def rouge_and_bleu(answers: Sequence[str], expected: Sequence[str]) -> dict[str,
 def words(text: str) -> list[str]:
     """Words that ROUGE compares: letters and digits in a row; where a script has no spaces, each of its characters."""
     return _WORD.findall(text)
+
+
+def words_and_signs(text: str) -> list[str]:
+    """Words as in ``words``, and each other character that is no white space."""
+    return _WORD_OR_SIGN.findall(text)
 
 
 def bleu_tokenizer(texts: Sequence[str]) -> Literal["13a", "zh"]:

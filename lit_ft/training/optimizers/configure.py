@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from lit_callbacks.distributed.gather import full_shape
 from lit_callbacks.protocols import KeepsTwoWeightSets
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import StateDict
@@ -75,7 +75,7 @@ def configure_optimizers(
     built = _with_groups(optimizer, module, lr_factors or {}, no_weight_decay, names)
     if lr_scheduler is None:
         return built
-    given = [group["lr"] for group in built.param_groups]
+    given = [float(group["lr"]) for group in built.param_groups]  # schedules write into tensors
     scheduler = lr_scheduler(built)
     if not isinstance(scheduler, WarmupSchedule) and not any(group["lr"] for group in built.param_groups):
         rank_zero_warn(
@@ -204,8 +204,9 @@ def _with_groups(
         ]
     )
     for (_, pattern, _), group in zip(members, built.param_groups, strict=True):
-        if pattern is not None:
-            group["lr"] *= factors[pattern]
+        # A tensor is that of all groups and of the recipe, and schedules write into it: each group gets its own.
+        if pattern is not None or isinstance(group.get("lr"), Tensor):
+            group["lr"] = group["lr"] * (1.0 if pattern is None else factors[pattern])
     if undecayed:
         _end_weight_decay(built)
     return built

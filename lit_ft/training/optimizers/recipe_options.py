@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from inspect import signature
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -127,9 +129,17 @@ def _follow(optimizer: Optimizer, schedule: WarmupSchedule) -> None:
 
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Options of a group that a checkpoint can hold as they are, and compare."""
+    """Options of a group that a checkpoint can hold as they are, and compare; tensors of one number as numbers."""
     others = ("params", "param_names", PATTERN, NO_WEIGHT_DECAY)
-    return {name: value for name, value in group.items() if name not in others and _is_plain(value)}
+    options = {name: _without_tensors(value) for name, value in group.items() if name not in others}
+    return {name: value for name, value in options.items() if _is_plain(value)}
+
+
+def _without_tensors(value: Any) -> Any:
+    """A copy in which tensors of one number are that number: a learning rate or betas, into which schedules write."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return type(value)(map(_without_tensors, value)) if type(value) in (tuple, list) else value
 
 
 def _is_plain(value: object) -> bool:
@@ -144,4 +154,6 @@ def _base_rate(options: dict[str, Any]) -> float:
 
 
 def _scaled(rate: Any, old: float, new: float) -> Any:
-    return new if rate == old or not old else rate * (new / old)
+    if rate != old and old:
+        return rate * (new / old)
+    return torch.full_like(rate, new) if isinstance(rate, Tensor) else new

@@ -3,15 +3,15 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from difflib import SequenceMatcher
 from typing import NamedTuple, SupportsFloat
 
 import torch
 
 from lit_ft.errors import RecipeError, check_counts, check_types, explained
 from lit_ft.protocols import FinishReason
+from lit_ft.training.answer_scores.rouge_and_bleu import words_and_signs
 from lit_ft.training.loss.token_weights import with_options
 
 
@@ -59,6 +59,11 @@ class FinalNumber(Reward):
     """1 where the last number of the answer equals the last number of the expected answer, else 0.
 
     For arithmetic with steps, e.g. GSM8K (Cobbe et al. 2021, arXiv:2110.14168), whose answers end in ``#### 42``.
+
+    Numbers are ``42``, ``-3``, ``.5``, ``1e5``, fractions as ``3/4``, and groups of three digits: ``1,234``, ``1 234``,
+    ``1'234``, ``1_234``. They may touch letters and signs: ``$5``, ``18kg``; ``50%`` is 50. Other commas, hyphens and
+    colons separate numbers: the last one of ``0,5``, ``10-5`` and ``2:5`` is 5. What is made of digits, dots and
+    slashes and is none of these (``1.2.3``, ``5/6/2024``) is no number, nor are its parts.
     """
 
     def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
@@ -78,23 +83,82 @@ class FinalNumber(Reward):
         return number
 
 
-_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"""
+    (?<!\d) (?P<sign>[-\u2212\uff0d]?)                        # hyphen, minus, and the full-width one
+    (?P<digits>
+        (?: \d{1,3} (?P<separator>[,_'\u2019\ \u00a0\u2009\u202f]) \d{3} (?: (?P=separator) \d{3} )* (?!\d) | \d+ )
+        (?: \.\d+ )?
+        | (?<![A-Za-z.]) \.\d+                                # after a letter or a dot, the dot ends a sentence
+    )
+    (?P<exponent> [eE] [-+]? \d+ )?
+    (?: / (?P<denominator> \d+ (?: \.\d+ )? | \.\d+ ) )?
+    (?P<more> [./] \d [\d./]* )?
+    """,
+    re.VERBOSE,
+)
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    values = [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
+    return values[-1] if values else None
+
+
+def _value(match: re.Match[str]) -> float | None:
+    """Number that ``_NUMBER`` has found; None for what only begins like one, and for what is not finite."""
+    digits, separator = match["digits"], match["separator"] or ","
+    value = float(digits.replace(separator, "") + (match["exponent"] or "")) * (-1 if match["sign"] else 1)
+    denominator = float(match["denominator"] or 1)
+    if match["more"] or not denominator or math.isinf(value) or math.isinf(denominator):
+        return None
+    return value / denominator
 
 
 class Similarity(Reward):
-    """How like the expected answer an answer is, 0 to 1: twice the matching characters over all of both.
+    """How like the expected answer an answer is, 0 to 1: twice what both have in common, in order, over all of both.
 
-    It is the ratio of Python's ``difflib.SequenceMatcher``. Where no answer is right yet, it says which is nearer.
+    In common is the longest common subsequence: of characters where the expected answer has 100 at most, else of words
+    and signs (ROUGE-L, Lin 2004, https://aclanthology.org/W04-1013), where unrelated texts have less in common; in
+    scripts without spaces each character is a word. Where no answer is right yet, it says which is nearer.
     """
 
     def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
-        """Ratio of each answer."""
-        return [SequenceMatcher(None, one.answer, one.expected, autojunk=False).ratio() for one in answers]
+        """Similarity of each answer."""
+        expected = {text: _Expected(text) for text in {one.expected for one in answers}}
+        return [expected[one.expected].similarity(one.answer) for one in answers]
+
+
+_MAX_CHARACTERS = 100
+"""Length of an expected answer up to which ``Similarity`` compares characters."""
+
+
+class _Expected:
+    """Expected answer, prepared for several answers to be compared with it."""
+
+    def __init__(self, text: str) -> None:
+        self._split: Callable[[str], Sequence[str]] = words_and_signs if len(text) > _MAX_CHARACTERS else str
+        parts = self._split(text)
+        self._length = len(parts)
+        self._places: dict[str, int] = {}  # of each part, as bits
+        for index, part in enumerate(parts):
+            self._places[part] = self._places.get(part, 0) | 1 << index
+
+    def similarity(self, answer: str) -> float:
+        """Twice the parts in common over all parts of both; 1 where there are none."""
+        parts = self._split(answer)
+        both = len(parts) + self._length
+        return 2 * self._in_common(parts) / both if both else 1.0
+
+    def _in_common(self, parts: Sequence[str]) -> int:
+        """Length of the longest common subsequence, by the bit vectors of Hyyro 2004: a few operations for each part.
+
+        "Bit-parallel LCS-length computation revisited", AWOCA 2004. A bit that is 0 is a part that is in common.
+        """
+        every = unmatched = (1 << self._length) - 1
+        for part in parts:
+            here = unmatched & self._places.get(part, 0)
+            unmatched = ((unmatched + here) | (unmatched - here)) & every
+        return self._length - unmatched.bit_count()
 
 
 class Matches(Reward):

@@ -70,12 +70,15 @@ class GuardedStepsModule(LightningCallbacksModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Log the gradient norm before clipping, and clip with that same norm."""
+        """Log the gradient norm before clipping, and clip with that same norm; of a skipped step, log it alone."""
         has_scaler = grad_scaler(self.trainer) is not None
         if has_scaler:
             optimizer_support.check_situation(optimizer, "scaled", "trainer.precision=16-mixed")
-        norm = self.measured_gradient_norm(optimizer)
+        removed = self._gradient_norm.before_removal(optimizer)
+        norm = self.measured_gradient_norm(optimizer) if removed is None else None
         self._gradient_norm.forget()
+        if removed is not None:
+            self.log("train/grad_norm", removed)
         is_by_norm = (gradient_clip_algorithm or "norm") == "norm"
         if norm is not None:
             if not self._has_stepped:
