@@ -20,20 +20,24 @@ _Batch = TypeVar("_Batch")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def leave_signals_to_parent(is_over: c_byte) -> None:
+def leave_signals_to_parent(is_over: c_byte, starter: int) -> None:
     """Ignore Ctrl-C, which a terminal sends to all processes, and SIGTERM, which ``timeout`` and schedulers do.
 
     Args:
         is_over: shared value; other than 0, it ends this process.
+        starter: process that has started this one, itself or through a server of forks.
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(), is_over), daemon=True).start()
+    is_from_server = multiprocessing.get_start_method() == "forkserver"
+    parent = os.getppid() if is_from_server else starter
+    threading.Thread(target=_end_with_parent, args=(parent, is_over), daemon=True).start()
 
 
 def _end_with_parent(parent: int, is_over: c_byte) -> None:
-    # A worker holds both ends of the pipe that it reads from, so it would never notice that the parent was killed.
+    # A worker holds both ends of the pipe that it reads from, so it would never notice that the parent was killed, also
+    # before this process could look.
     while os.getppid() == parent and not is_over.value:
         time.sleep(0.5)
     os._exit(0)  # torch takes any other code for an error
@@ -45,7 +49,7 @@ def batches_of(loader: "DataLoader[_Batch]") -> Iterator[_Batch]:
         yield from loader
         return
     is_over = multiprocessing.RawValue("b", 0)  # an Event has a lock, which a killed worker may hold
-    loader.worker_init_fn = partial(_start, is_over)
+    loader.worker_init_fn = partial(_start, is_over, os.getpid())
     end = partial(setattr, is_over, "value", 1)
     try:
         with _signals_wait():  # one that interrupts the start of workers leaves some that torch does not know
@@ -57,8 +61,8 @@ def batches_of(loader: "DataLoader[_Batch]") -> Iterator[_Batch]:
         atexit.unregister(end)
 
 
-def _start(is_over: c_byte, _: int) -> None:
-    leave_signals_to_parent(is_over)
+def _start(is_over: c_byte, starter: int, _: int) -> None:
+    leave_signals_to_parent(is_over, starter)
 
 
 @contextmanager

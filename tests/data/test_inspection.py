@@ -44,7 +44,8 @@ def test_the_middle_of_a_long_sample_is_left_out_and_counted() -> None:
     ids = np.array(make_tokenizer()("the red book " * 1500)["input_ids"])
     labels = np.where(np.arange(len(ids)) < 1200, IGNORE_INDEX, ids)
     output = StringIO()
-    show(Report(examples=[show_example(ids, labels, make_tokenizer())]), Console(file=output, width=120))
+    report = Report(examples=[show_example(ids, labels, make_tokenizer())], titles=["sample 1"])
+    show(report, Console(file=output, width=120))
     said = output.getvalue()
     left_out = len(ids) - 2000
     assert left_out > 200

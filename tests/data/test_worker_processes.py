@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -63,3 +65,19 @@ def test_workers_end_with_a_killed_run(tmp_path: Path, model_folder: str, write_
     command.kill()
     command.wait(5)
     wait_until(lambda: not session_members(command.pid), 3)
+
+
+def test_a_worker_that_starts_when_its_run_is_dead_ends(tmp_path: Path) -> None:
+    """As one that was forked right before a kill."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "from ctypes import c_byte\n"
+        "from lit_ft.data.worker_processes import leave_signals_to_parent\n"
+        "ended = subprocess.Popen([sys.executable, '-c', ''])\n"
+        "ended.wait()\n"
+        "leave_signals_to_parent(c_byte(0), ended.pid)\n"
+        "time.sleep(20)\n"
+        "sys.exit(3)\n"
+    )
+    assert subprocess.run([sys.executable, str(script)], timeout=60, env=ENVIRONMENT, check=False).returncode == 0

@@ -6,6 +6,7 @@ fingerprint from it.
 
 import gc
 import multiprocessing
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -395,11 +396,11 @@ Part = tuple[int, np.ndarray, Encoded]
 _tokenizations: Sequence[Tokenization]
 
 
-def _start_worker(tokenizations: Sequence[Tokenization], is_over: c_byte) -> None:
+def _start_worker(tokenizations: Sequence[Tokenization], is_over: c_byte, starter: int) -> None:
     global _tokenizations
     _tokenizations = tokenizations
     gc.freeze()  # objects of the parent need not be traversed in each collection
-    leave_signals_to_parent(is_over)
+    leave_signals_to_parent(is_over, starter)
 
 
 def _encode_in_worker(batch: list[tuple[int, RawRow | BadRow]]) -> list[Part]:
@@ -441,7 +442,7 @@ def encode_batches(
     # Not multiprocessing.Pool: it waits forever if a worker was killed.
     context = multiprocessing.get_context()
     is_over = context.RawValue("b", 0)  # an Event has a lock, which a killed worker may hold
-    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizations, is_over)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizations, is_over, os.getpid())) as pool:
         try:
             yield from _in_order(pool, batches, max(2 * workers, ahead))
         except BrokenProcessPool:
