@@ -171,6 +171,8 @@ class PairSet(NamedTuple):
     """Number of pairs of the set."""
     fingerprint: str
     """Equal for sets of equal pairs in equal order."""
+    kind: str
+    """What a pair is: pair, or judged answer where the other one is missing."""
 
 
 @runtime_checkable

@@ -581,7 +581,8 @@ class TextDataModule(LightningDataModule):
             limit = attributes_of(trainer).limit_test_batches if split == "test" else trainer.limit_val_batches
             chosen = self._evaluation_loader(split).first_samples(int(limit))
         loader = self._evaluation_loader(split, samples.take(chosen), self._needs_divergence())
-        return PairSet(loader, len(loader), torch.from_numpy(chosen), len(samples), fingerprint_of(samples))
+        about = len(samples), fingerprint_of(samples), samples.kind
+        return PairSet(loader, len(loader), torch.from_numpy(chosen), *about)
 
     def _end_in_first_epoch(self, loader: PackedBatchLoader) -> int | None:
         """Micro-batch of the first epoch at which the run ends; None if it is longer, as later epochs have others.

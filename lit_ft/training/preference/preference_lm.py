@@ -88,10 +88,11 @@ class PreferenceLM(CausalLM):
         super().setup(stage)
         data = datamodule_of(self._trainer)
         if stage in ("fit", "validate", "test") and not (isinstance(data, GivesPairs) and data.has_pairs):
+            judged = ", or unpaired_preference (rows of prompt, completion, label)," if self.takes_unpaired else ""
             raise RecipeError(
-                f"{type(self).__name__} trains on pairs of a better and a worse answer, and the data holds none; set "
-                "data.format=preference (rows of prompt, chosen, rejected) in a lit_ft.TextDataModule, or train on "
-                "single answers with lit_ft.CausalLM"
+                f"{type(self).__name__} trains on {self.describe_objective()}, and the data holds none; set "
+                f"data.format=preference (rows of prompt, chosen, rejected){judged} in a lit_ft.TextDataModule, or "
+                "train on single answers with lit_ft.CausalLM"
             )
         has_single = isinstance(data, GivesPairs) and data.is_unpaired
         if stage != "predict" and has_single and not self.takes_unpaired:

@@ -93,30 +93,30 @@ class ReferenceLogProbs:
         known = known if known.shape[1] >= unknown.shape[1] else unknown  # of an objective without divergence
         if missing := int(torch.isinf(known[pairs.indices, 0]).sum()):
             if not self.is_of_start:
-                raise RecipeError(_not_known(split, missing, len(pairs.indices)))
+                raise RecipeError(_not_known(split, missing, pairs))
             known = torch.maximum(known, _compute(trainer, module, pairs, known.shape[1]))
             self.known[pairs.fingerprint] = known
         self._in_use[split] = known.to(trainer.strategy.root_device)
 
 
-def _not_known(split: str, missing: int, of: int) -> str:
+def _not_known(split: str, missing: int, pairs: PairSet) -> str:
     fix = (
         "they are computed as a run begins, of the pairs that it trains and validates on; give it these pairs too "
         "(data.val_path), or take the data of that run"
     )
-    if split == "train" and missing < of:
+    if split == "train" and missing < len(pairs.indices):
         fix = (
             "the run was begun with fewer optimizer steps (trainer.max_steps, trainer.max_epochs), which needed no "
             "more of them; begin a new run with as many steps as it is to have"
         )
     return (
-        f"model.objective: log-probabilities of {missing:,} of {as_count(of, 'pair')} ({split}) by the model as it was "
-        f"before training are not known, and the weights are trained now: {fix}"
+        f"model.objective: log-probabilities of {missing:,} of {as_count(len(pairs.indices), pairs.kind)} ({split}) by "
+        f"the model as it was before training are not known, and the weights are trained now: {fix}"
     )
 
 
 def _compute(trainer: Trainer, module: LightningModule, pairs: PairSet, columns: int) -> Tensor:
-    total, device = as_count(len(pairs.indices), "pair"), trainer.strategy.root_device
+    total, device = as_count(len(pairs.indices), pairs.kind), trainer.strategy.root_device
     rank_zero_info(f"reference: log-probabilities of {total} by the model as it is before training ...")
     began = said_at = time.monotonic()
     values, indices = torch.full((pairs.total, columns), _UNKNOWN, device=device), pairs.indices.to(device)
