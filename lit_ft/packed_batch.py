@@ -39,6 +39,9 @@ class PackedBatch(TypedDict, total=False):
     """``(1, T)``, int64, restarting at 0 with each sample."""
     segment_lengths: list[int]
     """S lengths that add up to T; of pairs 2P, or P where answers are unpaired."""
+    is_dummy: bool
+    """Present where the batch is no sample but one token that predicts nothing, which a rank computes because others do
+    or because none of its samples trains; throughput does not count it."""
     predict_at: Tensor
     """``(n,)``, int64: indices into the T tokens."""
     targets: Tensor
@@ -264,6 +267,7 @@ def dummy_batch(device: torch.device) -> PackedBatch:
     batch = pack_samples([(np.zeros(1, dtype=np.int64), np.full(1, IGNORE_INDEX))])
     for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
         batch[name] = batch[name].to(device)
+    batch["is_dummy"] = True
     return batch
 
 

@@ -253,8 +253,8 @@ def test_predict_answers_questions_and_overwrites_nothing(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--temperature", "-1"], "temperature=-1 must be 0 (greedy), or 1e-15 or more, e.g. 0.7"),
-        (["--temperature", "1e-300"], "temperature=1e-300 must be 0 (greedy), or 1e-15 or more"),
+        (["--temperature", "-1"], "temperature=-1 must be 0 (greedy) or above, e.g. 0.7"),
+        (["--temperature", "1e-300"], "temperature=1e-300 must be 0 (greedy) or at least 1e-15, e.g. 0.7"),
         (["--temperature", "1", "--top_p", "2"], "top_p=2 must be over 0 and at most 1"),
         (["--temperature", "1", "--top_k", "0"], "top_k=0 must be 1 token or more"),
         (["--seed", "5"], "seed=5 has no effect at temperature=0"),

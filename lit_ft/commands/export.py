@@ -138,6 +138,7 @@ def export(
     destination = writable(_destination(out, None if adapter else folder, kind, ckpt_path))
     with _as_recipe_errors():
         check_replaceable(destination)
+    replaces = destination.is_dir() and any(destination.iterdir())
 
     def check(spec: ModelSpec, configs: Sequence[PeftConfig | None]) -> None:
         _check_form(spec, configs, destination, merge, bool(gguf) or gguf_adapter)
@@ -163,7 +164,7 @@ def export(
             exported.save_merged(destination, dtype, quantized_base, text_only)
         else:
             exported.save_adapter(destination)
-    rank_zero_info(f"{exported.source} -> {destination}")
+    rank_zero_info(f"{exported.source} -> {destination}{', in place of the model that was there' if replaces else ''}")
 
 
 def _check_options(merge: bool, run: str | None, base: str | None, **of_merged: object) -> None:

@@ -212,12 +212,12 @@ class PlanCLI(RecipeCLI):
             print("does it fit? give the memory of a device: --memory_gib N")
             return
         most = max(of_rank.total for of_rank in memory) / GIB
-        sizes = f"{most:,.2f} GiB of {self.memory_gib:,.2f} GiB"
+        sizes = f"{_in_gib(most)} of {_in_gib(self.memory_gib)}"
         if math.isnan(most):
             print("does it fit? unknown, as the size of the optimizer's state is")
         elif most <= self.memory_gib:
             left = self.memory_gib - most
-            print(f"fits: {sizes}; {left:,.2f} GiB are left for activations, logits and buffers")
+            print(f"fits: {sizes}; {_in_gib(left)} are left for activations, logits and buffers")
         elif self.model.spec.base.is_quantized:
             print(f"may fit: {sizes}, with the quantized weights counted as if they were not")
         else:
@@ -250,6 +250,11 @@ def pretended_rank(rank: int, world: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         logger.setLevel(level)
+
+
+def _in_gib(size: float) -> str:
+    """Text of a size in GiB, with two digits also where it is below 0.01."""
+    return f"{size:,.2g} GiB" if 0 < size < 0.01 else f"{size:,.2f} GiB"
 
 
 def _print_memory(rows: list[tuple[str, Memory]]) -> None:

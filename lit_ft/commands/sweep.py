@@ -272,9 +272,11 @@ def _train(
             rank_zero_info(f"{label}: finished already{_result(trial, goal)}")
             continue
         rank_zero_info(f"{label}: {trial.log}")
-        trial.train(fit)
+        trial.train(fit, goal.metric)
         results.write_csv(trials, goal, folder / "sweep.csv")
         if not trial.is_finished:
+            if (error := trial.error_of_option("metric")) is not None:
+                raise RecipeError(error)
             rank_zero_info(f"{label}: failed, {trial.failure}")
             continue
         if not trial.curve(goal.metric):

@@ -20,7 +20,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.internals.peft import virtual_tokens_in_answers, virtual_tokens_of
 from lit_ft.model.config.positions import positions_in
-from lit_ft.model.generation import SMALLEST_TEMPERATURE, pad_id, stop_ids
+from lit_ft.model.generation import SMALLEST_TEMPERATURE, pad_id, stop_ids, temperature_rule
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Decoding:
             "max_new_tokens": (self.max_new_tokens >= 1, "must be 1 token or more"),
             "temperature": (
                 self.temperature in (None, 0) or SMALLEST_TEMPERATURE <= self.temperature < float("inf"),
-                f"must be 0 (greedy), or {SMALLEST_TEMPERATURE:g} or more",
+                temperature_rule(self.temperature or 0),
             ),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "must be over 0 and at most 1"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "must be from 0 (all tokens) to 1"),

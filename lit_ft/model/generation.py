@@ -40,6 +40,13 @@ SMALLEST_TEMPERATURE = 1e-15
 """Temperature over which logits stay finite in float32, whatever a penalty has made of them."""
 
 
+def temperature_rule(temperature: float) -> str:
+    """What a temperature must be, for a message about one that is not."""
+    if 0 < temperature < SMALLEST_TEMPERATURE:
+        return f"must be 0 (greedy) or at least {SMALLEST_TEMPERATURE:g}"
+    return "must be 0 (greedy) or above" if temperature < 0 else "must be 0 (greedy) or a finite number above"
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token of an answer is chosen; the default is greedy.
@@ -63,9 +70,7 @@ class Sampling:
             RecipeError: one is out of range, or has no effect.
         """
         if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
-            raise RecipeError(
-                f"temperature={self.temperature:g} must be 0 (greedy), or {SMALLEST_TEMPERATURE:g} or more, e.g. 0.7"
-            )
+            raise RecipeError(f"temperature={self.temperature:g} {temperature_rule(self.temperature)}, e.g. 0.7")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise RecipeError(f"top_p={self.top_p:g} must be over 0 and at most 1, e.g. 0.9")
         if self.top_k is not None and self.top_k < 1:
@@ -109,9 +114,11 @@ class SeededDraw(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Logits ``(rows, vocabulary)`` with all but the drawn token's at minus infinity."""
         cumulative = scores.to(widest_float(scores.device)).softmax(-1).cumsum(-1)
-        uniform = torch.tensor([[generator.random()] for generator in self._generators]).to(cumulative)
-        drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-        drawn = drawn.clamp(max=scores.shape[-1] - 1)
+        total = cumulative[:, -1:].contiguous()
+        uniform = torch.tensor([[generator.random()] for generator in self._generators], dtype=cumulative.dtype)
+        drawn = torch.searchsorted(cumulative, uniform.to(total.device) * total, right=True)
+        # A product that rounds to the total, or above, is beyond all tokens: the last one of a probability over 0.
+        drawn = torch.minimum(drawn, torch.searchsorted(cumulative, total))
         return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)  # type: ignore[return-value]
 
 

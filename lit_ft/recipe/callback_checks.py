@@ -3,7 +3,9 @@
 A schedule that reads a metric is checked too.
 """
 
+import os
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from string import Formatter
@@ -202,17 +204,22 @@ def _check_filename(filename: str) -> None:
         )
 
 
-class FirstValidationCheck(Callback):
-    """Say that a run ends before its first validation, and refuse it where an ``EarlyStopping`` reads its metric.
+METRIC_VARIABLE = "LIT_FT_METRIC"
+"""Environment variable by which ``sweep`` names to its trials the metric that they are compared by."""
 
-    A callback, because the micro-batches of an epoch are known when the data is read and the ranks are placed.
+
+class FirstValidationCheck(Callback):
+    """Say that a run ends before its first validation, and refuse it where its metrics are needed.
+
+    An ``EarlyStopping`` needs them, and so does a sweep by one of them (``METRIC_VARIABLE``). A callback, because the
+    micro-batches of an epoch are known when the data is read and the ranks are placed.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compare the run's length with its first validation, before any weights are read.
 
         Raises:
-            RecipeError: the run ends first, and an ``EarlyStopping`` waits for the validation.
+            RecipeError: the run ends first, and an ``EarlyStopping`` or a sweep waits for the validation.
         """
         data = datamodule_of(trainer)
         if stage != "fit" or not isinstance(data, TextDataModule) or data.streaming:
@@ -231,14 +238,34 @@ class FirstValidationCheck(Callback):
                 f"first validation after {first:,}"
             )
             advice = _earlier(trainer.check_val_every_n_epoch, length, batches)
-            waiting = (
-                one.monitor for one in attributes_of(trainer).callbacks if isinstance(one, EarlyStopping) and one.strict
+            _tell_who_waits(attributes_of(trainer).callbacks, ends, advice)
+
+
+def _tell_who_waits(callbacks: Iterable[Callback], ends: str, advice: str) -> None:
+    """Refuse a run without validation where its metrics are needed; else say that there is none.
+
+    Args:
+        callbacks: callbacks of the trainer.
+        ends: what ends before what.
+        advice: options by which the first validation is within the run.
+    """
+    metric = os.environ.get(METRIC_VARIABLE, "")
+    if metric.startswith("val/"):
+        raise RecipeError(f"--metric {metric}: {ends}, so it is never logged; {advice}, or take --metric train/loss")
+    checkpoints: list[str] = []
+    for one in callbacks:
+        if not isinstance(one, EarlyStopping | ModelCheckpoint) or not (one.monitor or "").startswith("val/"):
+            continue
+        if isinstance(one, ModelCheckpoint):
+            checkpoints.append(repr(one.monitor))
+        elif one.strict:
+            raise RecipeError(
+                f"{ends}, so EarlyStopping never reads {one.monitor!r}; {advice}, or leave EarlyStopping out"
             )
-            monitor = next((name for name in waiting if name.startswith("val/")), None)
-            if monitor is None:
-                rank_zero_info(f"{ends}: there is none; to have one, {advice}")
-                return
-            raise RecipeError(f"{ends}, so EarlyStopping never reads {monitor!r}; {advice}, or leave EarlyStopping out")
+    best = f", and ModelCheckpoint saves no best one by {checkpoints[0]}" if checkpoints else ""
+    if checkpoints:  # said here, once and in the words of the recipe
+        warnings.filterwarnings("ignore", message=r".*could not find the monitored key in the returned metrics")
+    rank_zero_info(f"{ends}: there is none{best}; to have one, {advice}")
 
 
 def first_validation(interval: int | float, every_n_epochs: int | None, batches: int) -> int:

@@ -136,6 +136,8 @@ class ModelParallelStrategy(ShardedStrategy):
         self.context: ContextParallel | None = None
         self.edges: TiedEmbeddings | None = None
         self._trained_names: list[str] = []
+        self._base: PreTrainedModel
+        self._distributed: LightningModule | None = None
 
     # --- checks of the recipe --------------------------------------------------------------------
 
@@ -216,11 +218,15 @@ class ModelParallelStrategy(ShardedStrategy):
             tied_copies=[*self.edges.copies.values()] if self.edges is not None and has_remote_copy else [],
         )
 
+    def takes_over(self, earlier: str) -> bool:
+        """Whether this object itself has distributed the module: stages and the split of matrices are kept in it."""
+        return super().takes_over(earlier) and self._distributed is self._module
+
     def shard(self, module: LightningModule) -> None:
         """Drop the layers of other stages, shard matrices (tensor), then shard all weights over data-parallel ranks."""
         base, sizes = base_of(module), self.sizes()
         self.check_model(module, module)
-        self._base = base
+        self._base, self._distributed = base, module
         # For ThroughputMonitor, before layers are dropped.
         module.full_model_flops = TransformerFlops.of(module)  # type: ignore[assignment]
         self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]

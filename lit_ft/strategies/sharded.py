@@ -93,6 +93,12 @@ def _evaluate_without_inference_mode(trainer: Trainer) -> None:
         loop.inference_mode = False
 
 
+def _sharded_by(module: nn.Module) -> str | None:
+    """Name of the class of the strategy that has sharded a module; None if none has."""
+    earlier: str | None = getattr(module, "_sharded_by", None)
+    return earlier
+
+
 class ShardedStrategy(LightningModelParallelStrategy):
     """Base class of strategies whose ranks hold shards of the weights, as ``DTensor``."""
 
@@ -120,6 +126,10 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def shard(self, module: LightningModule) -> None:
         """Replace the module's weights by this rank's shards, in place."""
 
+    def takes_over(self, earlier: str) -> bool:
+        """Whether this strategy works on the module as it is sharded; ``earlier`` is the class that has done so."""
+        return earlier == type(self).__name__
+
     @abstractmethod
     def layout(self) -> Layout:
         """Layout of the model, once it is sharded, as seen from this rank."""
@@ -132,7 +142,17 @@ class ShardedStrategy(LightningModelParallelStrategy):
     # --- set-up ----------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Join the process group and create the device mesh."""
+        """Join the process group and create the device mesh.
+
+        Raises:
+            RecipeError: the module was distributed by a strategy whose place this one cannot take.
+        """
+        if (earlier := _sharded_by(self._module)) is not None and not self.takes_over(earlier):
+            raise RecipeError(
+                f"model: the module is distributed over ranks by an earlier {earlier}, and a new "
+                f"{type(self).__name__} cannot take its parts over; call the Trainer that has distributed it, or give "
+                "the new one a new module, and what was saved as ckpt_path"
+            )
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = AnyCheckpointIO()
         if not dist.is_initialized():
@@ -162,9 +182,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
         self.accelerator.setup(trainer)
         _evaluate_without_inference_mode(trainer)
         self._share_skipped_steps()
-        if not getattr(self._module, "_is_sharded", False):
+        if _sharded_by(self._module) is None:
             self.shard(self._module)
-            self._module._is_sharded = True  # type: ignore[assignment]
+            self._module._sharded_by = type(self).__name__  # type: ignore[assignment]
         self._place()
         spec = spec_of(self._module)
         finite_weights.check_split_base(self, self._module, "" if spec is None else spec.base.pretrained)

@@ -1,6 +1,7 @@
 """One trial of a sweep: a ``fit`` process in a run folder, and its files there."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.report.report_data import Points, read_metrics
 
+from lit_ft.recipe.callback_checks import METRIC_VARIABLE
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.lock import is_running
 from lit_ft.run.state import finished_step
@@ -76,11 +78,12 @@ class Trial:
         """``finished``, ``failed`` or ``unfinished``."""
         return "finished" if self.is_finished else "failed" if self.failure is not None else "unfinished"
 
-    def train(self, arguments: Sequence[str]) -> None:
+    def train(self, arguments: Sequence[str], metric: str) -> None:
         """Run ``fit`` in a process of its own up to its end, or resume it; a failure is recorded, not raised.
 
         Args:
             arguments: options of ``fit`` that all trials share.
+            metric: what trials are compared by; ``fit`` refuses a recipe that ends before it is logged.
 
         Raises:
             SystemExit: a signal stops the sweep; the trial has saved its state.
@@ -102,6 +105,7 @@ class Trial:
                 [sys.executable, "-m", "lit_ft", "fit", *arguments, *options],
                 stdout=log,
                 stderr=log,
+                env={**os.environ, METRIC_VARIABLE: metric},
                 start_new_session=True,
             )
             try:
@@ -117,6 +121,11 @@ class Trial:
         if code != 0:
             self.failure = f"exit code {code}: {self._last_line()}"
         self.write()
+
+    def error_of_option(self, option: str) -> str | None:
+        """Error of the failed process that begins with the name of an option; None if it is another, or none."""
+        match = re.match(rf"exit code \d+: lit_ft: error: (--{option} .+)", self.failure or "")
+        return match[1] if match else None
 
     def _last_line(self) -> str:
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]

@@ -51,6 +51,8 @@ class Float8Precision(Precision):
     def convert_module(self, module: Any) -> nn.Module:
         """Replace linear layers by :class:`Float8Linear`; Lightning calls it before it moves the model to the device.
 
+        Those of an earlier call, as of a validation before a fit, are kept, and take this scaling.
+
         Raises:
             RecipeError: the device does not support float8, or no linear layer fits.
         """
@@ -59,14 +61,17 @@ class Float8Precision(Precision):
         _check_device(device)
         layers = list(_linear_layers(module))
         fit = [(parent, name, layer) for parent, name, layer in layers if _fits(layer)]
-        if not fit:
+        earlier = [part for part in module.modules() if isinstance(part, Float8Linear)]
+        if not fit and not earlier:
             raise RecipeError(
                 "Float8Precision finds no linear layer to compute in float8: they are quantized, or their sizes are no "
                 f"multiples of {_MULTIPLE}; leave it out of trainer.plugins"
             )
         for parent, name, layer in fit:
             setattr(parent, name, Float8Linear(layer, self.scaling))
-        summary = f"float8 ({self.scaling}) in {len(fit)} linear layers"
+        for part in earlier:
+            part.take_scaling(self.scaling)
+        summary = f"float8 ({self.scaling}) in {len(fit) + len(earlier)} linear layers"
         if len(layers) > len(fit):
             summary += f"; {len(layers) - len(fit)} others have sizes that are no multiples of {_MULTIPLE}"
         if device.type == "cpu":
@@ -145,6 +150,10 @@ class Float8Linear(nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight, self.bias, self.scaling = layer.weight, layer.bias, scaling
         self._rounded: tuple[Tensor, ...] = ()
+
+    def take_scaling(self, scaling: Scaling) -> None:
+        """Compute by a scaling from now on; what was rounded by another one is dropped."""
+        self.scaling, self._rounded = scaling, ()
 
     def round_frozen(self) -> int:
         """Round the weight for all forward and backward passes to come, unless it is trainable or sharded.

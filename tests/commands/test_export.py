@@ -247,7 +247,10 @@ def test_runs_are_adapters_and_a_run_gives_the_base(lit_ft: Any, finished: Any, 
     one, two = finished(), finished("--seed_everything", "5")
     named = ("--adapter", f"{one}=0.5", "--adapter", f"{two}=0.5")
     said = lit_ft("export", "--run", one, *named, "--out", tmp_path / "mean")
-    assert f"0.5 x {one}/adapter, 0.5 x {two}/adapter -> {tmp_path / 'mean'}" in said
+    written = f"0.5 x {one}/adapter, 0.5 x {two}/adapter -> {tmp_path / 'mean'}"
+    assert said.splitlines()[-1].endswith(written)
+    again = lit_ft("export", "--run", one, *named, "--out", tmp_path / "mean")
+    assert again.splitlines()[-1].endswith(f"{written}, in place of the model that was there")
     card = (tmp_path / "mean" / "README.md").read_text()
     assert f"Made of 0.5 x `{one}/adapter`, 0.5 x `{two}/adapter` (cat)." in card
     assert json.loads((tmp_path / "mean" / "base.json").read_text()) == json.loads(

@@ -354,11 +354,11 @@ def test_half_precision_and_offloading_under_zero(recipe: str, capsys: pytest.Ca
 def test_does_it_fit(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     one = ["--config", recipe, "--trainer.strategy", "auto", "--devices", "1", "--num_nodes", "1"]
     assert plan(*one, "--memory_gib", "24") == 0
-    assert "fits: 0.00 GiB of 24.00 GiB; 24.00 GiB are left for activations, logits and buffers" in (
+    assert "fits: 0.00099 GiB of 24.00 GiB; 24.00 GiB are left for activations, logits and buffers" in (
         capsys.readouterr().out
     )
     assert plan(*one, "--memory_gib", "0.0005") == 1
-    assert "does not fit: 0.00 GiB of 0.00 GiB, before activations" in capsys.readouterr().out
+    assert "does not fit: 0.00099 GiB of 0.0005 GiB, before activations" in capsys.readouterr().out
 
 
 def test_plan_of_answers(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

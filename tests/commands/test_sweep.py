@@ -162,6 +162,20 @@ def test_mistakes_are_one_line_before_the_first_trial(
     assert not list((tmp_path / "sweep").glob("trial-*"))
 
 
+def test_a_metric_that_no_trial_would_log_ends_the_sweep_before_the_first_trial_trains(
+    tmp_path: Path, sweep: list[str]
+) -> None:
+    done = run_forked(*sweep, "--vary", "optimizer.lr=1e-2,1e-1", "--trainer.max_steps", "2", env=ENVIRONMENT)
+    assert done.returncode == 2
+    (error,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert error.endswith(
+        "error: --metric val/loss: trainer.max_steps=2 ends the run after 2 micro-batches, before its first validation "
+        "after 6, so it is never logged; set trainer.val_check_interval=2 or lower, or take --metric train/loss"
+    )
+    assert [path.name for path in (tmp_path / "sweep").glob("trial-*")] == ["trial-001"]
+    assert not (tmp_path / "sweep" / "trial-001" / "metrics.csv").exists()
+
+
 def test_a_missing_optuna_is_named_with_its_install_line(
     capsys: Any, sweep: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lit_callbacks.throughput.batch_counts import count_batch
 
 from lit_ft import RecipeError
 from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
@@ -356,6 +357,8 @@ def test_batches_without_pairs_have_the_fields_too(replica: int) -> None:
     assert [batch["pairs"].tolist() for batch in batches] == ([[], [0, 2], [4]] if replica == 0 else [[], [1, 3], []])
     assert [batch["window_tokens"] for batch in batches] == [2, 2, 1 - replica]
     assert [batch["input_ids"].numel() for batch in batches] == ([0, 10, 5] if replica == 0 else [0, 10, 1])
+    assert [batch.get("is_dummy", False) for batch in batches] == [False, False, replica == 1]
+    assert [count_batch(batch).total_tokens for batch in batches] == ([0, 10, 5] if replica == 0 else [0, 10, 0])
     for batch in batches:
         assert len(batch["target_answers"]) == len(batch["targets"])
         assert len(batch["pair_sources"]) == len(batch["pairs"])

@@ -140,7 +140,7 @@ def test_bad_rows_stop_a_stream_or_are_counted(sources: list[Source]) -> None:
     skipping = loader(sources)
     skipping.preparation = Preparation(make_tokenizer(), max_length=64, on_bad_row="skip")
     list(skipping)
-    assert skipping.describe() == ["the stream: 1 of 86 rows cannot be used, skipped"]
+    assert skipping.describe() == [f"the stream of {path}: 1 of 61 rows cannot be used, skipped"]
 
 
 def _append(path: Path) -> None:
@@ -196,9 +196,43 @@ def test_a_checkpoint_names_the_files_of_the_start(sources: list[Source], make_t
 def test_a_stream_that_gives_nothing_to_learn_from_is_an_error(tmp_path: Path, buffer_rows: int) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text("".join(json.dumps({"prompt": "red " * 80, "completion": "a"}) + "\n" for _ in range(7)))
-    said = "not one of 7 rows has a supervised token within data.max_length=64; the stream: 7 of 7 rows: longer than "
-    with pytest.raises(RecipeError, match=f"^the stream: {said}"):
+    said = (
+        f"{path}: not one of 7 rows has a supervised token within data.max_length=64; the stream of {path}: 7 of 7 "
+        "rows: longer than "
+    )
+    with pytest.raises(RecipeError, match=f"^{said}"):
         list(loader([Source(str(path))], buffer_rows=buffer_rows))
+
+
+@pytest.mark.parametrize("buffer_rows", [10, 200])
+@pytest.mark.parametrize("mixing", [Mixing("all_exhausted", (0.3, 0.4, 0.3)), Mixing()])
+def test_a_source_of_which_nothing_can_be_trained_on_ends_a_stream(
+    sources: list[Source], tmp_path: Path, mixing: Mixing, buffer_rows: int
+) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "red " * 80, "completion": "a"}) + "\n" for _ in range(7)))
+    stream = iter(loader([*sources, Source(str(path))], buffer_rows=buffer_rows, mixing=mixing))
+    with pytest.raises(
+        RecipeError, match=rf"^{path}: not one of \d+ rows has a supervised token within data.max_length"
+    ):
+        list(stream)
+    path.write_text('{"instruction": "a"}\n' * 7)
+    skipping = loader([*sources, Source(str(path), format="alpaca")], buffer_rows=buffer_rows, mixing=mixing)
+    skipping.preparation = Preparation(make_tokenizer(), max_length=64, on_bad_row="skip")
+    with pytest.raises(RecipeError, match=rf"^{path}: not one of \d+ rows can be used, e.g. {path}:1: has no 'output'"):
+        list(skipping)
+
+
+def test_a_small_source_of_which_nothing_can_be_trained_on_is_refused_before_training(
+    sources: list[Source], tmp_path: Path
+) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "red " * 80, "completion": "a"}) + "\n" for _ in range(7)))
+    data = TextDataModule(sources=[*sources, Source(str(path))], streaming=True, max_length=64)
+    with pytest.raises(
+        RecipeError, match=f"^{path}: not one of 7 rows has a supervised token within data.max_length=64"
+    ):
+        data.load(make_tokenizer())
 
 
 def test_what_streaming_cannot_do(sources: list[Source], make_trainer: Any, model_folder: str) -> None:

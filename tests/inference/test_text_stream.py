@@ -97,9 +97,9 @@ def test_an_answer_stays_within_the_model_s_positions(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("temperature", "-1", "must be 0 .greedy., or 1e-15 or more"),
-        ("temperature", "nan", "must be 0 .greedy., or 1e-15 or more"),
-        ("temperature", "1e-300", "must be 0 .greedy., or 1e-15 or more"),
+        ("temperature", "-1", "must be 0 .greedy. or above$"),
+        ("temperature", "nan", "must be 0 .greedy. or a finite number above"),
+        ("temperature", "1e-300", "must be 0 .greedy. or at least 1e-15"),
         ("repetition_penalty", "1e-300", "must be from 1e-15 to 1e15; 1 is none"),
         ("top_p", "0", "over 0 and at most 1"),
         ("min_p", "1.5", "from 0 .all tokens. to 1"),

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lit_callbacks import ForgettingProbe, SampleGenerations
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.model import generation, render_limits
-from lit_ft.model.generation import GeneratedAnswer, Sampling, closing_tokens, dense_attention, stop_ids
+from lit_ft.model.generation import GeneratedAnswer, Sampling, SeededDraw, closing_tokens, dense_attention, stop_ids
 from lit_ft.model.isolation import architectures
 from lit_ft.training.answering import AnswerOptions
 
@@ -244,6 +245,25 @@ def test_draws_follow_the_probabilities() -> None:
     share = torch.bincount(drawn, minlength=5) / rows
     assert share[2] == 0
     assert ((share - expected).abs() <= 4 * (expected * (1 - expected) / rows).sqrt()).all()
+
+
+class AtTheEnd(np.random.Generator):
+    """Generator that draws the largest number below 1, which float32 rounds to 1."""
+
+    def __init__(self) -> None:
+        super().__init__(np.random.PCG64(0))
+
+    def random(self, *_: Any, **__: Any) -> Any:
+        return 1 - 2**-53
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_the_largest_number_draws_no_excluded_token(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(generation, "widest_float", lambda _: widest_float(torch.device(device)))
+    scores = torch.tensor([[0.3, 1.1, -torch.inf, 0.9, -torch.inf]]).repeat(40, 1)
+    scores[:, 0] += torch.linspace(-3, 3, 40)  # totals that round to other numbers
+    drawn = SeededDraw([AtTheEnd()] * 40)(torch.zeros(40, 1, dtype=torch.long), scores).argmax(-1)
+    assert drawn.tolist() == [3] * 40
 
 
 class NoFp64(TorchDispatchMode):

@@ -188,6 +188,19 @@ def test_a_run_that_ends_before_its_first_validation_says_so(
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_the_best_that_a_short_run_never_saves_is_said_at_its_start(
+    caplog: pytest.LogCaptureFixture, capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    callbacks = [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/loss"}}]
+    given = recipe(tmp_path, model_folder, write_rows(), max_steps=1, enable_checkpointing=True, callbacks=callbacks)
+    output = run(capsys, *given, "--run_dir", str(tmp_path / "run"), "--data.val_fraction", "0.2")
+    said = "first validation after 9: there is none, and ModelCheckpoint saves no best one by 'val/loss'; to have one, "
+    assert said in caplog.text
+    assert "could not find the monitored key" not in output + caplog.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["module", "callback"])
 def test_own_classes_log_metrics_of_any_name(
     capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch, own: str

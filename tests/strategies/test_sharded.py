@@ -10,10 +10,10 @@ from compared_strategies import STRATEGIES, Record, assert_same, fit_in_steps_of
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops import utilities
 from lightning.pytorch.trainer.states import TrainerFn
-from ranks import LiveRanks
+from ranks import LiveRanks, on_ranks
 
-from lit_ft import CausalLM, TextDataModule
-from lit_ft.strategies import ModelParallelStrategy
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("sharded")]  # its tests share ranks and fits
 
@@ -74,3 +74,39 @@ def test_training_after_an_evaluation_computes_the_same(
         assert found_stages == (stages if name in ("ddp", "zero3") else set())
         assert means == pytest.approx(wanted_means, rel=1e-5)
         assert_same(steps, weights, wanted, wanted_weights, 1e-5)
+
+
+FIRST_AND_NEXT = [
+    (ModelParallelStrategy, ModelParallelStrategy),
+    (FSDPStrategy, ModelParallelStrategy),
+    (ModelParallelStrategy, FSDPStrategy),
+    (FSDPStrategy, FSDPStrategy),
+]
+
+
+def _fit_by_two_trainers(make_trainer: Any, folder: str, rows: str, number: int) -> str:
+    """What the second of two trainers with strategies of their own says of one module; empty if it trains."""
+    module = CausalLM(folder)
+    first, following = (make_trainer(max_steps=1, devices=1, strategy=made()) for made in FIRST_AND_NEXT[number])
+    first.fit(module, TextDataModule(rows, max_length=96))
+    try:
+        following.fit(module, TextDataModule("missing.jsonl" if number < 3 else rows, max_length=96))
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("number", range(4), ids=lambda n: " then ".join(made.__name__ for made in FIRST_AND_NEXT[n]))
+def test_a_strategy_that_cannot_take_over_a_distributed_module_says_so_before_data_is_read(
+    make_trainer: Any, model_folder: str, write_rows: Any, number: int
+) -> None:
+    (said,) = on_ranks(1, _fit_by_two_trainers, make_trainer, model_folder, write_rows(count=8), number)
+    first, following = (made.__name__ for made in FIRST_AND_NEXT[number])
+    if first == following == "FSDPStrategy":
+        assert said == ""
+    else:
+        assert said == (
+            f"model: the module is distributed over ranks by an earlier {first}, and a new {following} cannot take "
+            "its parts over; call the Trainer that has distributed it, or give the new one a new module, and what was "
+            "saved as ckpt_path"
+        )

@@ -233,6 +233,23 @@ def test_evaluation_is_that_of_the_weights(make_trainer: Any, model_folder: str)
     assert torch.equal(module.eval()(row).per_token, dense.eval()(row).per_token)
 
 
+def test_a_fit_after_a_validation_trains_in_float8(
+    make_trainer: Any, model_folder: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
+    module, rows = CausalLM(model_folder, peft=LORA), write_rows(count=8)
+    data = TextDataModule(rows, val_path=rows, micro_batch_size=4)
+    trainer = make_trainer(max_steps=2, plugins=[Float8Precision("tensorwise")])
+    trainer.validate(module, data)
+    layers = [part for part in module.modules() if isinstance(part, Float8Linear)]
+    trainer.fit(module, data)
+    assert [part for part in module.modules() if isinstance(part, Float8Linear)] == layers
+    make_trainer(max_steps=1, plugins=[Float8Precision("rowwise")]).fit(module, data)
+    assert {part.scaling for part in layers} == {"rowwise"}
+    said = [f"float8 ({scaling}) in {len(layers)} linear layers" for scaling in ("tensorwise", "tensorwise", "rowwise")]
+    assert [line.split(";")[0] for line in caplog.messages if line.startswith("float8 (")] == said
+
+
 def test_mixed_computes_all_else_in_bfloat16(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     dtypes = set()
     module = CausalLM(model_folder, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))

@@ -42,15 +42,18 @@ def count_batch(batch: object) -> BatchCounts:
 
     Three kinds are known: a padded batch in the Hugging Face convention (``input_ids``, and optionally
     ``attention_mask`` and unshifted ``labels``), a packed batch (``input_ids``, ``segment_lengths``, ``targets``: the
-    head is computed for the targets only; with ``pairs``, a sample is one of these, and one or two segments), and any
-    other batch, whose number of samples is the first dimension of its first tensor that is no scalar. A mask that is
-    not one of tokens (``(samples, 1, T, T)``) leaves the padding unknown; labels of samples, or of a decoder, leave the
-    supervised tokens unknown.
+    head is computed for the targets only; with ``pairs``, a sample is one of these, and one or two segments; with a
+    true ``is_dummy`` it only keeps a rank in step with others, and nothing of it counts), and any other batch, whose
+    number of samples is the first dimension of its first tensor that is no scalar. A mask that is not one of tokens
+    (``(samples, 1, T, T)``) leaves the padding unknown; labels of samples, or of a decoder, leave the supervised tokens
+    unknown.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
         first = _first_tensor(batch)
         return BatchCounts(samples=None if first is None else first.shape[0])
     ids = batch["input_ids"]
+    if batch.get("is_dummy") is True:
+        return BatchCounts(0, 0, 0, 0, 0, [])
     if "segment_lengths" in batch:
         segments = list(batch["segment_lengths"])
         targets = len(batch["targets"]) if "targets" in batch else None

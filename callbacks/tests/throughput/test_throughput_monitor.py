@@ -411,6 +411,7 @@ def test_what_batches_hold() -> None:
     assert count_batch({**row, "pairs": torch.tensor([5])}) == BatchCounts(1, 9, 9, 3, 3, [4, 5])
     empty = {"input_ids": torch.zeros(1, 0), "segment_lengths": [], "targets": torch.zeros(0)}
     assert count_batch(empty) == BatchCounts(0, 0, 0, 0, 0, [])
+    assert count_batch({**row, "is_dummy": True}) == BatchCounts(0, 0, 0, 0, 0, [])
     assert count_batch({"input_ids": torch.zeros(2, 5)}) == BatchCounts(2, 10, 10, None, 10, [5, 5])
     assert count_batch([torch.zeros(3, 2), torch.zeros(3)]) == BatchCounts(samples=3)
     assert count_batch({"weight": torch.tensor(0.5), "image": torch.zeros(3, 2)}) == BatchCounts(samples=3)

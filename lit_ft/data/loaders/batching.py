@@ -228,6 +228,7 @@ def _packed(members: MicroBatch, compute: bool, samples: Samples, pair_of: _Pair
         # Other replicas run the model now and wait for this one: one token, nothing supervised.
         ids, labels = samples[0]
         batch = pack_samples([(ids[:1], labels[:1])])
+        batch["is_dummy"] = True
     else:
         batch = empty_batch()
     return with_no_pairs(batch) if samples.has_pairs and not members else batch

@@ -55,11 +55,17 @@ class MixedRows(Iterator[PlacedRow]):
         self._ended = False
         start = position or {name: [0] * len(sources) for name in ("drawn", "read", "passes")}
         self._drawn, self._read, self._passes = (list(start[name]) for name in ("drawn", "read", "passes"))
+        # A pass that began before the position is not read in full here.
+        self._not_full = [passes + (read > 0) for passes, read in zip(self._passes, self._read, strict=True)]
         self._open = [source.rows(read, streaming=True) for source, read in zip(sources, self._read, strict=True)]
 
     def position(self) -> dict[str, list[int]]:
         """Position: for each source, rows drawn in total, rows read in this pass, and completed passes."""
         return {"drawn": list(self._drawn), "read": list(self._read), "passes": list(self._passes)}
+
+    def full_passes(self) -> list[int]:
+        """Number of passes of each source that were read here from the first row to the last."""
+        return [max(passes - before, 0) for passes, before in zip(self._passes, self._not_full, strict=True)]
 
     def __next__(self) -> PlacedRow:
         while not self._ended:
@@ -143,8 +149,10 @@ class StreamLoader:
         self.names, self.buffer_rows, self.replica = names, buffer_rows, replica
         self._accumulate, self._epoch_batches = accumulate, epoch_batches
         self._repeats, self._workers = repeats, workers
-        self.notes: Counter[str] = Counter()
-        """Counts by the names of ``tokenization.NOTES``, and of rows read and skipped."""
+        self.notes: list[Counter[str]] = [Counter() for _ in sources]
+        """For each source, counts by the names of ``tokenization.NOTES``, and of rows read and skipped, and samples."""
+        self._first_bad: dict[int, str] = {}
+        """First row of each source that cannot be used, with its location and the problem."""
         self._state: LoaderState = start_of_pass(0)
         self._geometry: dict[str, int] = {}
         self._batch = 0
@@ -231,9 +239,8 @@ class StreamLoader:
         return {**state, "skip": state["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
     def _one_pass(self, start: LoaderState) -> Iterator[PackedBatch]:
-        """Micro-batches of the rest of a pass over all rows; a full pass that gives none is refused."""
+        """Micro-batches of the rest of a pass over all rows."""
         position, accumulate = start["position"], self._geometry["accumulate"]
-        gives_none = start["rows"] is None  # unless it turns out to give some
         for number, buffer in enumerate(self._buffers(start), start["buffer"]):
             pieces = micro_batches(
                 buffer.units,
@@ -244,7 +251,6 @@ class StreamLoader:
                 fill_last_window=self._epoch_batches is not None,
             )
             for at, piece in enumerate(islice(pieces, position, None), position):
-                gives_none = False
                 state = {**buffer.start, "epoch": start["epoch"], "buffer": number, "position": at}
                 state["batch"] = self._batch
                 if at % accumulate == 0:
@@ -257,11 +263,6 @@ class StreamLoader:
                 )
                 yield batch
             position = 0
-        if gives_none:
-            raise RecipeError(
-                f"the stream: not one of {self.notes['rows']:,} rows has a supervised token within "
-                f"data.max_length={self.preparation.max_length}; {'; '.join(self.describe())}"
-            )
         self._state = start_of_pass(start["epoch"] + 1)
 
     # --- buffers ---------------------------------------------------------------------------------
@@ -294,25 +295,36 @@ class StreamLoader:
         stream = MixedRows(self.sources, self.plan.mixing, position)
         chunks = -(-self.buffer_rows // ROWS_PER_BATCH)
 
-        def batches() -> Iterator[tuple[tuple[dict[str, list[int]], bool], list[PlacedRow]]]:
+        def batches() -> Iterator[tuple[tuple[dict[str, list[int]], bool, list[int]], list[PlacedRow]]]:
             while True:
                 rows, room = stream.position(), self.buffer_rows
                 while room and (batch := list(islice(stream, min(ROWS_PER_BATCH, room)))):
                     room -= len(batch)
-                    yield (rows, room == 0), batch
+                    yield (rows, room == 0, stream.full_passes()), batch
                 self._check_unchanged()
                 if room:
                     return
 
         samples: list[Tokens] = []
         rows: dict[str, list[int]] = {}
-        for (rows, is_full), locations, parts in encode_batches(batches(), self._tokenizations, self._workers, chunks):
+        for tag, locations, parts in encode_batches(batches(), self._tokenizations, self._workers, chunks):
+            rows, is_full, full_passes = tag
             samples += self._in_order(locations, parts)
+            self._check_sources(full_passes)
             if is_full:
                 yield rows, samples
                 samples = []
+        self._check_sources(stream.full_passes())
         if samples:
             yield rows, samples
+
+    def _check_sources(self, full_passes: list[int]) -> None:
+        """Refuse a source that has given no sample, though all of its rows were read: it never gives one."""
+        for number, (source, notes) in enumerate(zip(self.sources, self.notes, strict=True)):
+            if full_passes[number] and not notes["samples"]:
+                bad = [first] if (first := self._first_bad.get(number)) else []
+                lines = self._describe(number)
+                self.preparation.refuse_without_samples(source, notes["rows"], bad, notes["skipped"], lines)
 
     def _check_unchanged(self) -> None:
         """Refuse files that are others than when the stream was opened: its position stands for other rows then."""
@@ -330,10 +342,13 @@ class StreamLoader:
         numbered: list[tuple[int, Tokens]] = []
         for source, positions, encoded in parts:
             skipped = self.preparation.check([locations[i] for i in positions], encoded)
-            if skipped and not self.notes["skipped"]:
+            notes = self.notes[source]
+            if skipped and not notes["skipped"]:
+                self._first_bad[source] = skipped[0]
                 named = "; ".join(skipped[:BAD_ROWS_NAMED])
                 rank_zero_info(f"rows that cannot be used are skipped (data.on_bad_row=skip): {named}")
-            self.notes += encoded.notes + Counter(skipped=len(skipped), rows=encoded.count)
+            notes.update(encoded.notes)
+            notes.update(skipped=len(skipped), rows=encoded.count, samples=len(encoded.lengths))
             ends = np.cumsum(encoded.lengths)
             for row, end, length in zip(encoded.rows, ends, encoded.lengths, strict=True):
                 span = slice(end - length, end)
@@ -341,12 +356,16 @@ class StreamLoader:
         return [tokens for _, tokens in sorted(numbered, key=lambda pair: pair[0])]
 
     def describe(self) -> list[str]:
-        """Messages that count truncated, dropped, skipped and otherwise changed rows, one line each."""
-        rows = self.notes["rows"]
-        lines = self._tokenizations[0].describe(self.notes, rows)
-        if self.notes["skipped"]:
-            lines.append(f"{self.notes['skipped']:,} of {as_count(rows, 'row')} cannot be used, skipped")
-        return [f"the stream: {line}" for line in lines]
+        """Messages that count truncated, dropped, skipped and otherwise changed rows of each source, one line each."""
+        return [line for number in range(len(self.sources)) for line in self._describe(number)]
+
+    def _describe(self, number: int) -> list[str]:
+        notes = self.notes[number]
+        rows = notes["rows"]
+        lines = self._tokenizations[number].describe(notes, rows)
+        if notes["skipped"]:
+            lines.append(f"{notes['skipped']:,} of {as_count(rows, 'row')} cannot be used, skipped")
+        return [f"the stream of {self.sources[number].path}: {line}" for line in lines]
 
 
 def _samples(tokens: Sequence[Tokens], names: tuple[str, ...], sources: int) -> Samples:

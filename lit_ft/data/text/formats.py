@@ -435,7 +435,7 @@ _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 def _begun(row: RawRow) -> Chat:
     """Conversation with the system prompt and the tools that columns of a row hold, before its first turn."""
     if (name := next((name for name in _MEDIA if row.get(name) not in EMPTY), None)) is not None:
-        raise BadRow(f"has {name!r}; only text can be trained on; remove the row, or the column")
+        raise BadRow(f"has {name!r}; only text can be read; remove the row, or the column")
     system = _text(row, "system", required=False)
     return Chat([{"role": "system", "content": system}] if system else [], _tools(row))
 
@@ -547,7 +547,7 @@ def _content(value: object, where: str, may_be_empty: bool) -> str:
         for part in value:
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 kind = f"of type {_shown(part.get('type'))}" if isinstance(part, Mapping) else f"that is {_kind(part)}"
-                raise BadRow(f"{where}: 'content' holds a part {kind}; only text can be trained on")
+                raise BadRow(f"{where}: 'content' holds a part {kind}; only text can be read")
         value = "".join(_string(part.get("text"), f"{where}: 'text' of 'content'") for part in value)
     return _string(value, f"{where}: 'content'", empty=may_be_empty)
 

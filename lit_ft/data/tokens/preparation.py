@@ -202,13 +202,18 @@ class Preparation:
         """Check a streamed source by its first rows.
 
         Raises:
-            RecipeError: a file cannot be read, or a row cannot be used.
+            RecipeError: a file cannot be read, a row cannot be used, or these are all rows and give no sample.
         """
         tokenization = self.tokenization(source)
         if left := source.left_out():
             rank_zero_info(f"{source.path}: {left}")
-        head = list(islice(source.rows(streaming=True), ROWS_PER_BATCH))
-        self.check([location for location, _ in head], tokenization.encode([row for _, row in head]))
+        rows = source.rows(streaming=True)
+        head = list(islice(rows, ROWS_PER_BATCH))
+        encoded = tokenization.encode([row for _, row in head])
+        bad = self.check([location for location, _ in head], encoded)
+        if len(encoded.lengths) == 0 and next(rows, None) is None:
+            lines = [f"{source.path}: {line}" for line in tokenization.describe(encoded.notes, encoded.count)]
+            self.refuse_without_samples(source, encoded.count, bad, len(bad), lines)
 
     def _tokenize(self, source: Source, tokenization: Tokenization, folder: Path) -> None:
         rows = bad_rows = tokens = 0
@@ -252,15 +257,31 @@ class Preparation:
         return [f"{prepared.source.path}: {line}" for line in lines]
 
     def _check_left(self, prepared: Prepared) -> None:
-        rows = as_count(prepared.rows, "row")
-        if prepared.bad_rows == prepared.rows:
-            raise RecipeError(f"{prepared.source.path}: not one of {rows} can be used, e.g. {prepared.bad[0]}")
         if len(prepared.arrays) == 0:
-            reasons = "; ".join(prepared.lines) or "no row has anything to learn from"
-            raise RecipeError(
-                f"{prepared.source.path}: not one of {rows} has a supervised token within "
-                f"data.max_length={self.max_length}; {reasons}"
-            )
+            self.refuse_without_samples(prepared.source, prepared.rows, prepared.bad, prepared.bad_rows, prepared.lines)
+
+    def refuse_without_samples(
+        self, source: Source, rows: int, bad: Sequence[str], bad_rows: int, lines: Sequence[str]
+    ) -> None:
+        """Raise for a source of which nothing can be trained on.
+
+        Args:
+            source: the source.
+            rows: number of rows that were read.
+            bad: first rows that cannot be used, each with its location and the problem.
+            bad_rows: number of all rows that cannot be used.
+            lines: messages about what was done to the others.
+
+        Raises:
+            RecipeError: always.
+        """
+        read = as_count(rows, "row")
+        if bad_rows == rows:
+            raise RecipeError(f"{source.path}: not one of {read} can be used, e.g. {bad[0]}")
+        raise RecipeError(
+            f"{source.path}: not one of {read} has a supervised token within data.max_length={self.max_length}; "
+            f"{'; '.join(lines) or 'no row has anything to learn from'}"
+        )
 
     def _map_indexed(self, source: Source, prefix: Path) -> Prepared:
         ids, spans = read_documents(prefix)

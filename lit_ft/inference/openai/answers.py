@@ -190,7 +190,9 @@ class Format:
 
     def chunk(self, index: int, part: Delta, is_first: bool) -> Json:
         """Chunk of a stream."""
-        choice: Json = {"index": index, "finish_reason": part.finish_reason, "logprobs": self._logprobs(index, part)}
+        # Clients read the first token's of any that are there.
+        logprobs = self._logprobs(index, part) if part.ids else None
+        choice: Json = {"index": index, "finish_reason": part.finish_reason, "logprobs": logprobs}
         if self._is_chat:
             calls = {"tool_calls": part.calls} if part.calls else {}
             choice["delta"] = {"content": part.text, **_thinking(part), **calls}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from lit_callbacks.throughput.batch_counts import BatchCounts, count_batch
 
 from lit_ft import RecipeError
 from lit_ft.packed_batch import (
@@ -99,6 +100,7 @@ def test_a_batch_without_a_signal_computes_next_to_nothing() -> None:
     given = _batch(([1, 2, 9], [2]), ([3, 9], [1]))
     batch = batch_of(_rollouts(), torch.zeros(2, 2), given, CPU, terms=4)
     assert batch["input_ids"].numel() == 1
+    assert count_batch(batch) == BatchCounts(0, 0, 0, 0, 0, [])
     assert (len(batch["targets"]), len(batch["target_weights"]), terms_of_mean(batch)) == (0, 0, 4)
     assert terms_in_batch(batch) == 0
 
