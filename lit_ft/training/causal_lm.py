@@ -22,7 +22,7 @@ from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_ste
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.errors import check_counts, check_types
-from lit_ft.internals.lightning import end_epoch_that_is_over, place_logged_values
+from lit_ft.internals.lightning import place_logged_values
 from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.config.positions import check_positions
@@ -262,7 +262,6 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, TrainingStepsModule, Metr
         method_hooks.check_schedule(self.model, optimizer_steps(self.trainer))
         warn_of_least_steps(self.trainer)
         self.trainer.accumulate_grad_batches = accumulation(self.trainer)
-        end_epoch_that_is_over(self.trainer)
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Number the logged step; validate again where a resumed run has trained again what it had trained before."""

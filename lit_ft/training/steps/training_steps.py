@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_ft import process
+from lit_ft.internals.lightning import end_epoch_that_is_over
 from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_in_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
@@ -38,8 +39,9 @@ class TrainingStepsModule(GivenWeightsModule, GuardedStepsModule):
         self._window, self._bar_metrics = TokenWindow(), BarMetrics()
 
     def on_train_start(self) -> None:
-        """Name samples that count twice in an epoch."""
+        """Name samples that count twice in an epoch; train no more of an epoch that was over before a resumption."""
         super().on_train_start()
+        end_epoch_that_is_over(self.trainer)
         warn_of_repeated_samples(self.trainer.train_dataloader, "training")
 
     def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
