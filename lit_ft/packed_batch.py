@@ -92,11 +92,12 @@ class PackedBatch(TypedDict, total=False):
     """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
     samples are pairs, the number of its pairs."""
     window_members: Sequence[Conversation]
-    """Ids and labels of all samples of this rank in the window, where a module answers their prompts at once."""
+    """Ids and labels of all samples of this rank in the window, in its first micro-batch, where a module answers their
+    prompts at once."""
     window_mismatched: "Sequence[PackedBatch]"
-    """Where a module needs the divergence: for each micro-batch of this rank in the window its pairs' prompts, each
-    with an answer to another one, as the chosen one of a pair without a rejected one. Micro-batches that no rank
-    computes are left out."""
+    """Where a module needs the divergence, in the first micro-batch of a window: for each one of this rank its pairs'
+    prompts, each with an answer to another one, as the chosen one of a pair without a rejected one. Micro-batches that
+    no rank computes are left out."""
     window_sources: Sequence[int]
     """Sources with supervised tokens (or pairs) in the window, on any rank, as indices into ``source_names``."""
     window_answers: Sequence[int]

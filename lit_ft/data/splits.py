@@ -81,20 +81,21 @@ class DataSplits(UserDict[str, Samples]):
             "for a bad one"
         ]
 
-    def check_partners(self) -> None:
-        """Refuse answers that all are to one prompt, where the model needs answers to others beside them.
+    def find_partners(self) -> None:
+        """Find for each answer one to another prompt of its split, which the model needs beside it.
 
         Raises:
-            RecipeError: a source has them.
+            RecipeError: all answers of a split are to one prompt.
         """
-        for split, sources in self.prepared.items():
-            for prepared in sources:
-                if len(prepared.arrays) and prepared.arrays.partners[0] == 0:
-                    raise RecipeError(
-                        f"{prepared.source.path}: all answers of {split} are to one prompt, and model.objective needs "
-                        "answers to others, by which it sees how far the model is from its reference; give rows of "
-                        "more prompts, or take lit_ft.DPO with pairs"
-                    )
+        for split, samples in self.items():
+            try:
+                self[split] = samples.with_partners()
+            except ValueError as error:
+                raise RecipeError(
+                    f"data: all answers of {split} ({as_count(len(samples), samples.kind)}) are to one prompt, and "
+                    "model.objective needs answers to others, by which it sees how far the model is from its "
+                    "reference; give rows of more prompts, or take lit_ft.DPO with pairs"
+                ) from error
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -292,7 +292,7 @@ class TextDataModule(LightningDataModule):
         if isinstance(module, SamplesAnswers):
             self.splits.check_prompts()
         if self._needs_divergence() and stage != "predict":
-            self.splits.check_partners()
+            self.splits.find_partners()
         for line in self.splits.notes_on_judgments() if stage == "fit" and self.is_unpaired else []:
             rank_zero_warn(line)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position

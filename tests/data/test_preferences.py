@@ -438,7 +438,8 @@ def test_a_judged_answer_is_a_pair_that_lacks_the_other(write_rows: Any) -> None
 def test_prompts_with_answers_to_others(write_rows: Any) -> None:
     """Of the next row with another prompt, after the last one the first again."""
     said = [("a", " cup"), ("a", " lamp red"), ("the", " book"), ("the", " red"), ("a", " cup lamp red book")]
-    samples = judged(write_rows, [answer_to(*one, n % 2 == 0) for n, one in enumerate(said)]).splits["train"]
+    whole = judged(write_rows, [answer_to(*one, n % 2 == 0) for n, one in enumerate(said)]).splits["train"]
+    samples = whole.with_partners()
     tokenizer, end = make_tokenizer(), "<|im_end|>"
     found = [samples.mismatched(i) for i in range(5)]
     assert [tokenizer.decode(ids) for ids, _ in found] == [
@@ -449,16 +450,21 @@ def test_prompts_with_answers_to_others(write_rows: Any) -> None:
         f"a book{end}",
     ]
     assert [tokenizer.decode(labels[labels >= 0]) for _, labels in found][2] == f" cup lamp red book{end}"
-    assert samples.parts[0].partners.tolist() == [2, 2, 4, 4, 2]
+    assert samples.partners is not None
+    assert samples.partners[:, 1].tolist() == [2, 2, 4, 4, 2]
+    some = whole.take(np.array([0, 1, 2])).with_partners()  # the others are held out
+    assert some.partners is not None
+    assert some.partners[:, 1].tolist() == [2, 2, 0]
     one = judged(write_rows, [answer_to("a", f" {word}", True) for word in ("cup", "lamp")]).splits["train"]
-    assert one.parts[0].partners.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="all samples answer one prompt"):
+        one.with_partners()
 
 
 def test_the_longer_of_two_conversations_limits_a_prompt_with_another_answer(write_rows: Any) -> None:
     rows = [answer_to("a " * 20, " cup", True), answer_to("the", " lamp" * 15, False)]
-    samples = judged(write_rows, rows).splits["train"]
+    samples = judged(write_rows, rows).splits["train"].with_partners()
     assert len(samples.mismatched(0)[0]) == int(samples.lengths.max())
-    pairs = load(write_rows, [pair_of(3, 5, prompt=2), pair_of(4, 1, prompt=7)]).splits["train"]
+    pairs = load(write_rows, [pair_of(3, 5, prompt=2), pair_of(4, 1, prompt=7)]).splits["train"].with_partners()
     ids, labels = pairs.mismatched(0)
     (own, own_labels), (other, other_labels) = pairs.pair(0)[0], pairs.pair(1)[0]
     prompt = int(np.argmax(own_labels >= 0))

@@ -9,7 +9,6 @@ the step is split into micro-batches and ranks.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -54,7 +53,7 @@ class BatchPlan:
     replicas: int = 1
     mixing: Mixing = field(default_factory=Mixing)
     shows_window: bool = False
-    """Whether a micro-batch also holds the samples of all micro-batches of its window on its rank, or of pairs their
+    """Whether the first micro-batch of a window also holds the samples of all of them on its rank, or of pairs their
     prompts with answers to others."""
 
     def units(self, samples: Samples, *numbers: int) -> list[Unit]:
@@ -125,7 +124,7 @@ def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:
 
 
 class Window(NamedTuple):
-    """Facts on a window (an optimizer step) that each of its micro-batches holds."""
+    """Facts on a window (an optimizer step) that its micro-batches hold."""
 
     tokens: int
     """Supervised tokens on this rank; where samples are pairs, the number of pairs."""
@@ -134,7 +133,8 @@ class Window(NamedTuple):
     answers: tuple[int, ...]
     """Whether pairs have chosen answers (0) and rejected ones (1), on any rank; none where samples are no pairs."""
     micro_batches: Sequence[tuple[MicroBatch, bool]]
-    """Its micro-batches on this rank, and whether any rank computes them, where the plan shows them; else none."""
+    """Its micro-batches on this rank, and whether any rank computes them, in its first one where the plan shows them;
+    else none."""
 
 
 Piece = tuple[MicroBatch, Window, bool]
@@ -148,8 +148,12 @@ def micro_batches(
     replica: int,
     accumulate: int,
     fill_last_window: bool = False,
+    skip: int = 0,
 ) -> Iterator[Piece]:
-    """Micro-batches of one replica, window by window; ``fill_last_window`` as in ``BatchPlan.windows``."""
+    """Micro-batches of one replica, window by window, but for the first ``skip``.
+
+    ``fill_last_window`` is as in ``BatchPlan.windows``. Where the plan shows the window, its first one here does.
+    """
     counts = np.ones_like(samples.supervised) if samples.has_pairs else samples.supervised
     for window in plan.windows(units, samples.lengths, accumulate, fill_last_window):
         mine = window[replica]
@@ -159,8 +163,10 @@ def micro_batches(
         pieces = [(members, any(share[i] for share in window)) for i, members in enumerate(mine)]
         answers = samples.answers_in(everywhere)
         facts = Window(tokens, tuple(sources.tolist()), answers, pieces if plan.shows_window else [])
-        for members, compute in pieces:
+        for members, compute in pieces[skip:]:
             yield members, facts, compute
+            facts = facts._replace(micro_batches=[])
+        skip = max(0, skip - len(pieces))
 
 
 def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:
@@ -356,8 +362,7 @@ class PackedBatchLoader:
         # Without the optimizer steps before the position: to distribute them again takes time by their number.
         begun = position - position % accumulate
         rest = self._units(epoch)[begun * self.plan.micro_batch_size * self.plan.replicas :]
-        pieces = micro_batches(rest, self.samples, self.plan, self.replica, accumulate)
-        return islice(pieces, position - begun, None)
+        return micro_batches(rest, self.samples, self.plan, self.replica, accumulate, skip=position - begun)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         # A generator: Lightning asks for the iterator before it restores the position, and draws from it after.

@@ -249,8 +249,9 @@ class StreamLoader:
                 self.replica,
                 accumulate,
                 fill_last_window=self._epoch_batches is not None,
+                skip=position,
             )
-            for at, piece in enumerate(islice(pieces, position, None), position):
+            for at, piece in enumerate(pieces, position):
                 state = {**buffer.start, "epoch": start["epoch"], "buffer": number, "position": at}
                 state["batch"] = self._batch
                 if at % accumulate == 0:

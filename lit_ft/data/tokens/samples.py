@@ -56,27 +56,12 @@ class TokenArrays:
         starts = [self.labels[a:b] != IGNORE_INDEX for a, b in self.offsets.tolist()]
         return np.array([np.argmax(is_supervised) for is_supervised in starts], dtype=np.int64)
 
-    @cached_property
-    def partners(self) -> np.ndarray:
-        """``(samples,)``, int64: the next sample, after the last the first again, that answers another prompt; a sample
-        itself where all have one prompt."""
-        count, groups = len(self), self.groups
-        changes = np.flatnonzero(groups != np.roll(groups, -1))  # the last of each run of one prompt
-        if not len(changes):
-            return np.arange(count)
-        return (changes[np.searchsorted(changes, np.arange(count)) % len(changes)] + 1) % count
-
-    def mismatched(self, index: int) -> Conversation:
-        """Ids and labels of a pair's prompt with the answer of its partner, which alone is supervised.
-
-        They are cut at the longer one of both conversations.
-        """
-        partner = self.partners[index]
-        (start, end), (begin, stop) = self.conversations(np.array([index, partner]))[:: self.each]
-        prompt, answer = slice(start, start + self.prompts[index]), slice(begin + self.prompts[partner], stop)
-        longest = max(end - start, stop - begin)
-        ids, labels = (np.concatenate([part[prompt], part[answer]])[:longest] for part in (self.ids, self.labels))
-        return ids, labels
+    def parted(self, index: int) -> tuple[Conversation, Conversation]:
+        """Prompt of a sample, and the answer with what follows; of a pair those of its first conversation."""
+        start, end = self.conversations(np.array([index]))[0]
+        border = start + self.prompts[index]
+        prompt, answer = slice(start, border), slice(border, end)
+        return (self.ids[prompt], self.labels[prompt]), (self.ids[answer], self.labels[answer])
 
     @property
     def each(self) -> int:
@@ -197,6 +182,9 @@ class Samples:
     """``(samples,)``: source number of each sample, an index into ``parts``."""
     index: np.ndarray
     """``(samples,)``: index of each sample within its part."""
+    partners: np.ndarray | None = None
+    """``(samples, 2)``: source and index of the sample whose answer stands beside the prompt of each in ``mismatched``;
+    None before ``with_partners``."""
     lengths: np.ndarray = field(init=False)
     """``(samples,)``, tokens per sample."""
     supervised: np.ndarray = field(init=False)
@@ -272,9 +260,31 @@ class Samples:
             return (0, 1) if self.has_pairs else ()
         return tuple(np.unique(self.is_rejected[chosen]).tolist())
 
+    def with_partners(self) -> "Samples":
+        """These samples, with the next one that answers another prompt for each; after the last comes the first again.
+
+        Raises:
+            ValueError: all answer one prompt.
+        """
+        count, groups = len(self), self.groups()
+        changes = np.flatnonzero(groups != np.roll(groups, -1))  # the last of each run of one prompt
+        if not len(changes):
+            raise ValueError("all samples answer one prompt")
+        found = (changes[np.searchsorted(changes, np.arange(count)) % len(changes)] + 1) % count
+        partners = np.stack([self.source[found], self.index[found]], axis=1)
+        return Samples(self.parts, self.names, self.source, self.index, partners)
+
     def mismatched(self, index: int) -> Conversation:
-        """A pair's prompt with an answer to another one; see ``TokenArrays.mismatched``."""
-        return self.parts[self.source[index]].mismatched(int(self.index[index]))
+        """A pair's prompt with the answer of its partner, which alone is supervised.
+
+        They are cut at the longer one of both conversations.
+        """
+        assert self.partners is not None, "with_partners finds them"
+        both = (self.source[index], self.index[index]), self.partners[index]
+        (prompt, own), (other, answer) = (self.parts[source].parted(int(at)) for source, at in both)
+        longest = max(len(prompt[0]) + len(own[0]), len(other[0]) + len(answer[0]))
+        ids, labels = (np.concatenate([prompt[k], answer[k]])[:longest] for k in (0, 1))
+        return ids, labels
 
     @property
     def longest(self) -> int:
@@ -287,7 +297,8 @@ class Samples:
 
     def take(self, chosen: np.ndarray) -> "Samples":
         """Select samples; ``chosen`` is a mask or an array of indices."""
-        return Samples(self.parts, self.names, self.source[chosen], self.index[chosen])
+        partners = None if self.partners is None else self.partners[chosen]
+        return Samples(self.parts, self.names, self.source[chosen], self.index[chosen], partners)
 
     def ids(self, chosen: Sequence[int]) -> list[str]:
         """Ids of samples: ``source:row``, or ``row`` where there is one source; later pieces of a row add ``.1``."""

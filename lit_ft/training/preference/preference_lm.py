@@ -178,8 +178,8 @@ class PreferenceLM(CausalLM):
         super().on_train_batch_start(batch, batch_idx)
         if not self.needs_divergence:
             return
-        mismatched = cast(PackedBatch, batch)["window_mismatched"]
-        if "train" not in self._divergence or batch_idx % self.trainer.accumulate_grad_batches == 0:
+        mismatched = cast(PackedBatch, batch).get("window_mismatched")
+        if mismatched is not None:
             with self.apart_from_training(), torch.no_grad():
                 self.eval()
                 self._divergence["train"] = self._reference.divergence(self.trainer, self, "train", mismatched)

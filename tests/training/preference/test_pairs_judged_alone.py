@@ -194,7 +194,7 @@ def test_data_and_objectives_that_do_not_fit(
         make_trainer(max_steps=1).fit(PreferenceLM(model_folder, objective=DPO()), data_of(judged, **UNPAIRED))
     rows = [{"prompt": "a", "completion": word, "label": True} for word in ("cup", "lamp", "cup lamp")]
     alike = data_of(write_rows(rows), val_path=None, **UNPAIRED)
-    with pytest.raises(RecipeError, match="all answers of train are to one prompt, and model.objective needs"):
+    with pytest.raises(RecipeError, match=r"all answers of train \(3 judged answers\) are to one prompt, and"):
         make_trainer(max_steps=1).fit(PreferenceLM(model_folder, objective=KTO()), alike)
     of_dpo, pairs = str(tmp_path / "dpo.ckpt"), write_pairs(tmp_path)
     fit(make_trainer, model_folder, pairs, {"save_after": 3, "save": of_dpo})
