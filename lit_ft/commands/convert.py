@@ -17,6 +17,7 @@ from lit_callbacks.output.quantities import as_count
 
 from lit_ft.checkpointing.storage.checkpoint_io import mapped
 from lit_ft.commands.export import export
+from lit_ft.data.text.formats import PREFERENCES, UNPAIRED
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName
 from lit_ft.data.text_data import TextDataModule
@@ -131,7 +132,11 @@ def convert_data(
 def _read(data: TextDataModule, tokenizer: str) -> None:
     """Tokenize data of which an output has all."""
     if data.has_pairs:
-        raise RecipeError("format=preference holds pairs of answers, for which no output has a place; leave it out")
+        form = UNPAIRED if data.is_unpaired else PREFERENCES
+        raise RecipeError(
+            f"format={form} holds answers that are compared or judged, for which no output has a place; give rows of "
+            "the good answers alone, and leave format out"
+        )
     with option_called("model.pretrained", "--tokenizer"):
         data.load(load_tokenizer(tokenizer))
 

@@ -37,6 +37,7 @@ from lit_ft.recipe.trainer_checks import warn_of_no_validation, warn_of_options_
 from lit_ft.run import predictions
 from lit_ft.run.launching import is_rank_zero
 from lit_ft.run.repeated_lines import without_repetitions
+from lit_ft.training.answer_scores.exact_match import ExactMatch, prompts_of
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.optimizers.configure import check_total_steps, try_out
 from lit_ft.training.steps.lightning_callbacks import check_accumulation, check_average, check_lightning_callbacks
@@ -171,6 +172,8 @@ class FirstChecks:
                     _name(model),
                     virtual_tokens(model.spec.tuning.peft),
                 )
+        if self.stage == "fit" and "val" in data.splits and any(isinstance(one, ExactMatch) for one in self.callbacks):
+            prompts_of(data, "val")
         if self.stage == "fit" and self._checkpoint is not None:
             data.resume_data = self.options.resume_data
             data.check_order(saved_value(self._checkpoint, type(data).__qualname__) or {})

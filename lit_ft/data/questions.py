@@ -91,10 +91,16 @@ def _question(
         prompt, question = prompt_of(example, template)
         return prompt, question["content"], expected_answer(example, template) if is_known else None
     if isinstance(example, Text) and example.prompt:
-        begin = tokenization.tokenizer.bos_token if tokenization.opening is not None else ""
-        prompt = example.prompt if example.prompt.startswith(begin) else begin + example.prompt
-        return prompt, example.prompt, _without_closing(example.text, tokenization) if is_known else None
+        prompt, text, expected = asked_by(example, tokenization)
+        return prompt, text, expected if is_known else None
     return None
+
+
+def asked_by(example: Text, tokenization: Tokenization) -> tuple[str, str, str]:
+    """Prompt, question and answer of raw text with a prompt."""
+    begin = tokenization.tokenizer.bos_token if tokenization.opening is not None else ""
+    prompt = example.prompt if example.prompt.startswith(begin) else begin + example.prompt
+    return prompt, example.prompt, _without_closing(example.text, tokenization)
 
 
 def _without_closing(text: str, tokenization: Tokenization) -> str:

@@ -10,9 +10,9 @@ from lit_callbacks.output.quantities import as_count
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.data.questions import questions_of
+from lit_ft.data.questions import asked_by, questions_of
 from lit_ft.data.text.chat_template import set_chat_template
-from lit_ft.data.text.formats import Chat, good_answer_of
+from lit_ft.data.text.formats import Chat, Text, good_answer_of
 from lit_ft.data.text.rendering import expected_answer, prompt_of, through_last_supervised_answer
 from lit_ft.data.text.sources import Source, shared_content
 from lit_ft.data.tokens.preparation import Preparation, Prepared
@@ -221,9 +221,9 @@ class DataSplits(UserDict[str, Samples]):
         return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:
-        """Prompt, question and expected answer, the last supervised one, of each conversation of a split; read once.
+        """Prompt, question and expected answer, the last supervised one, of each row that has them; read once.
 
-        Conversations whose answer is judged a bad one are left out.
+        Rows whose answer is judged a bad one are left out.
         """
         if split not in self._prompts:
             self._prompts[split] = self._read_prompts(split)
@@ -238,6 +238,9 @@ class DataSplits(UserDict[str, Samples]):
             tokenization = self.preparation.tokenization(prepared.source)
             for row_number, (_, row) in enumerate(prepared.source.rows()):
                 example = good_answer_of(tokenization.example(row)) if row_number in rows else None
+                if isinstance(example, Text) and example.prompt:
+                    parts = asked_by(example, tokenization)
+                    prompts.append(dict(zip(("prompt", "question", "expected"), parts, strict=True)))
                 if not isinstance(example, Chat):
                     continue
                 if (chat := through_last_supervised_answer(example, tokenization.supervise)) is None:

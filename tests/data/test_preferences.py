@@ -170,8 +170,11 @@ def test_shapes_of_judged_answers(name: str) -> None:
     ("row", "message"),
     [
         ({"prompt": "a", "completion": "b"}, r"has no 'label', which .* \(columns here: 'prompt', 'completion'\)"),
-        ({"prompt": "a", "completion": "b", "label": 2}, "'label' is 2; true is needed for a good answer, false"),
-        ({"prompt": "a", "completion": "b", "label": None, "kto_tag": "yes"}, "'kto_tag' is 'yes'; true is needed"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "'label' is 2; true or 1 is needed for a good answer, false"),
+        (
+            {"prompt": "a", "completion": "b", "label": None, "kto_tag": "yes"},
+            "'kto_tag' is 'yes'; true or 1 is",
+        ),
         ({"prompt": "a", "label": True}, r"has no answer that 'label' could judge; give .* \(columns here: 'prompt'\)"),
         ({"messages": [ASK, GOOD, ASK], "label": True}, "ends without an answer that 'label' could judge"),
         ({"prompt": "", "completion": "b", "label": True}, "'prompt' is empty"),

@@ -95,8 +95,20 @@ def test_exact_match_of_numbers_out_of_range(options: dict[str, int]) -> None:
 def test_exact_match_of_data_without_a_conversation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     text = write_rows([{"text": "the red book"}], "text.json")
     trainer = make_trainer(max_steps=1, callbacks=[ExactMatch()])
-    with pytest.raises(RecipeError, match="ExactMatch asks conversations, and the val data has none"):
+    with pytest.raises(RecipeError, match="ExactMatch asks prompts with known answers, and the val data has none"):
         trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), val_path=text))
+
+
+def test_exact_match_of_bare_texts_with_prompts(
+    make_trainer: Any, model_folder: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rows = [{"prompt": "the red", "completion": " book"}, {"prompt": "a", "completion": " lamp"}, {"text": "a cup"}]
+    data = TextDataModule(write_rows(rows[:2]), val_path=write_rows(rows[:2], "val.json"))
+    trainer = make_trainer(max_steps=1, callbacks=[ExactMatch(max_new_tokens=2)])
+    trainer.fit(CausalLM(model_folder), data)
+    assert data.splits.prompts("val")[0] == {"prompt": "the red", "question": "the red", "expected": " book"}
+    assert "of 2 held-out answers" in caplog.text
 
 
 @pytest.mark.parametrize(

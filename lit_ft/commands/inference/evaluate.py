@@ -211,6 +211,11 @@ class DataSets:
         if (path, file) not in self._modules:
             self._modules[path, file] = held_out.data_of(self.run, path, _data_options(self._options, file))
         data = self._modules[path, file]
+        if stage == "test" and data.is_unpaired:
+            raise RecipeError(
+                "data.format=unpaired_preference holds answers that are judged, and evaluate compares with right ones; "
+                "give the good ones alone, without their label, and set --data.format auto"
+            )
         if stage == "test" and data.has_pairs:
             raise RecipeError(
                 "data.format=preference holds pairs of answers, and evaluate scores single ones; set --data.format "

@@ -73,7 +73,7 @@ def judgment_of(row: RawRow) -> tuple[str, bool]:
         )
     said = str(row[column]).strip().lower()
     if said not in _GOOD and said not in _BAD:
-        raise BadRow(f"{column!r} is {row[column]!r}; true is needed for a good answer, false for a bad one")
+        raise BadRow(f"{column!r} is {row[column]!r}; true or 1 is needed for a good answer, false or 0 for a bad one")
     return column, said in _GOOD
 
 

@@ -143,12 +143,21 @@ def _asked(trainer: Trainer, module: LightningModule, split: str) -> tuple[Causa
     data = process.datamodule_of(trainer)
     if not isinstance(data, TextDataModule) or not isinstance(module, CausalLM) or split not in data.splits:
         raise RecipeError("ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction")
+    return module, prompts_of(data, split)
+
+
+def prompts_of(data: TextDataModule, split: str) -> list[dict[str, str]]:
+    """Prompts of a split.
+
+    Raises:
+        RecipeError: there is none.
+    """
     if not (prompts := data.splits.prompts(split)):
         raise RecipeError(
-            f"ExactMatch asks conversations, and the {split} data has none, but text or tokens alone; leave ExactMatch "
-            "out, or give data of another format"
+            f"trainer.callbacks: ExactMatch asks prompts with known answers, and the {split} data has none, but text "
+            "or tokens alone; leave ExactMatch out, or give data of another format"
         )
-    return module, prompts
+    return prompts
 
 
 def _scored(prompt: Mapping[str, str], answer: GeneratedAnswer) -> ScoredAnswer:
