@@ -386,8 +386,11 @@ class ShardedStrategy(LightningModelParallelStrategy):
             optimizer.load_state_dict(sharded.split_state(optimizer, self._local_part(checkpoint, number, state)))
 
     def _local_part(self, checkpoint: Mapping[str, Any], number: int, state: OptimizerState) -> OptimizerState:
-        """Entries of a saved optimizer state for the parameters that this rank holds."""
-        return state
+        """Entries of a saved optimizer state for the parameters that this rank holds, in the optimizer's order."""
+        names = checkpoint.get("optimizer_names") or []
+        if number >= len(names):  # a checkpoint of another strategy, in the optimizer's own order
+            return state
+        return sharded.select_optimizer_state(state, names[number], self._names_in_optimizers()[number])
 
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint folder of shards, or one file."""

@@ -131,8 +131,11 @@ def merge_optimizer_states(
         order: names of all parameters of the full model, in order.
 
     Returns:
-        The merged state dict, and the names of its parameters in order.
+        The merged state dict, and the names of its parameters in order. A single part stays as it is.
     """
+    if len(parts) == 1:
+        (state, names), *_ = parts
+        return state, list(names)
     rank = {name: index for index, name in enumerate(order)}
     groups: list[tuple[dict[str, object], set[str]]] = []
     states: dict[str, object] = {}
@@ -140,7 +143,9 @@ def merge_optimizer_states(
         after = 0
         for group in state["param_groups"]:
             settings = {key: value for key, value in group.items() if key != "params"}
-            position = next((i for i, (known, _) in enumerate(groups) if known == settings), None)
+            # Groups of one part stay apart, also if they are alike: only those of other parts are joined.
+            alike = (i for i, (known, _) in enumerate(groups) if i >= after and known == settings)
+            position = next(alike, None)
             if position is None:
                 groups.insert(after, (settings, set()))
                 position = after

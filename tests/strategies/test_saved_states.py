@@ -1,0 +1,77 @@
+"""Checkpoints of modules of one's own under sharded strategies: what is saved, and that it is found again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+
+from lit_ft.strategies import FSDPStrategy
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("saved states")]
+
+GROUPS = {"b before a": [["b", "a"]], "alike": [["a"], ["b"]], "b alone, before a": [["b"], ["a"]]}
+
+
+class OwnModule(LightningModule):
+    """Two layers whose weights an optimizer takes in an order of its own."""
+
+    def __init__(self, groups: list[list[str]]) -> None:
+        super().__init__()
+        self.a, self.b, self.groups = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), groups
+        self.resumed: dict[str, float] = {}
+
+    def forward(self, batch: Tensor) -> Tensor:
+        output: Tensor = self.b(self.a(batch))
+        return output
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> AdamW:
+        return AdamW([{"params": [self.get_parameter(f"{name}.weight") for name in own]} for own in self.groups])
+
+    def on_train_start(self) -> None:
+        self.resumed = self.moments()
+
+    def moments(self) -> dict[str, float]:
+        """Sums of AdamW's first moment of each weight, by its name."""
+        states: Any = self.trainer.optimizers[0].state
+        return {n: states[p]["exp_avg"].full_tensor().sum().item() for n, p in self.named_parameters() if p in states}
+
+
+def _trainer(strategy: Any, steps: int) -> Trainer:
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, enable_checkpointing=False, **silent
+    )
+
+
+def _save_and_resume(
+    folder: Path, groups: list[list[str]], in_shares: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """AdamW's moments when a checkpoint is saved, and when a run resumes from it."""
+    torch.manual_seed(1)
+    data = DataLoader(torch.randn(8, 2, 4), batch_size=None)  # type: ignore[arg-type]  # a tensor is a dataset
+    found: list[Any] = []
+    for steps, ckpt in ((2, None), (3, str(folder / "saved.ckpt"))):
+        module, trainer = OwnModule(groups), _trainer(FSDPStrategy(save_distributed_checkpoint=in_shares), steps)
+        trainer.fit(module, data, ckpt_path=ckpt)
+        trainer.save_checkpoint(folder / "saved.ckpt")
+        found.append(module.moments() if ckpt is None else module.resumed)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("in_shares", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_state_of_an_optimizer_is_that_of_its_own_weights(tmp_path: Path, name: str, in_shares: bool) -> None:
+    """It was sorted into the module's order, and loaded without regard to names."""
+    ((saved, resumed),) = on_ranks(1, _save_and_resume, tmp_path, GROUPS[name], in_shares, timeout=60)
+    assert resumed == saved
+    assert saved.keys() == {"a.weight", "b.weight"}
