@@ -375,10 +375,12 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Full trainable parameters on rank 0, in fp32 if DeepSpeed keeps an fp32 copy of them."""
-        if self._order:
-            return zero_state.weights(self._module, keep=self.is_global_zero)
-        return full_weights(self._module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
+        """Full tensors on rank 0 of what trains (of DeepSpeed's fp32 copy, if any), or all of a module of one's own."""
+        keep, saves_all = self.is_global_zero, spec_of(self._module) is None
+        if not self._order:
+            return full_weights(self._module, lambda _, p: p.requires_grad or saves_all, keep)
+        trained = zero_state.weights(self._module, keep)
+        return trained | (full_weights(self._module, lambda _, p: not p.requires_grad, keep) if saves_all else {})
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """Full optimizer state on rank 0, in the layout that it has without ZeRO.

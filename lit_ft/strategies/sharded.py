@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lit_callbacks.distributed.gather import full_weights
+from lit_callbacks.distributed.gather import full_weights, named_weights
 from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.export.atomic_folder import errors_of_the_disk
 from lit_callbacks.protocols import ScalesGradients, WeightFilter
@@ -294,11 +294,15 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Trainable parameters by name: full tensors on rank 0, or each rank's shards."""
+        """What trains, by name, or all of a module of one's own: full tensors on rank 0, or each rank's shards."""
         self._reshard()
         if self._saves_sharded():
-            return {n: p for n, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
-        return self.full_weights(self._module, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
+            return {name: tensor for name, tensor in named_weights(self._module) if self._is_saved(name, tensor)}
+        return self.full_weights(self._module, self._is_saved, keep=self.global_rank == 0)
+
+    def _is_saved(self, _: str, tensor: Tensor) -> bool:
+        # Frozen weights are those of the model's folder, and its buffers constant, only where a recipe has built it.
+        return tensor.requires_grad or spec_of(self._module) is None
 
     def full_weights(
         self, module: nn.Module, selected: WeightFilter = lambda *_: True, keep: bool = True
@@ -376,7 +380,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Load this rank's shards of the saved weights."""
         self._reshard()
         with torch.no_grad():
-            for name, own in self._module.named_parameters(remove_duplicate=False):
+            for name, own in named_weights(self._module):
                 if (saved := checkpoint["state_dict"].get(name)) is not None:
                     own.copy_(sharded.split_like(own, saved))
 

@@ -1,17 +1,19 @@
 """Checkpoints of modules of one's own under sharded strategies: what is saved, and that it is found again."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lit_callbacks.distributed.gather import full_weights
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from lit_ft.strategies import FSDPStrategy
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("saved states")]
 
@@ -75,3 +77,58 @@ def test_the_state_of_an_optimizer_is_that_of_its_own_weights(tmp_path: Path, na
     ((saved, resumed),) = on_ranks(1, _save_and_resume, tmp_path, GROUPS[name], in_shares, timeout=60)
     assert resumed == saved
     assert saved.keys() == {"a.weight", "b.weight"}
+
+
+class WithMeans(OwnModule):
+    """Means of what it reads in buffers, and a layer that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__([["a"]])
+        self.means = nn.BatchNorm1d(4, affine=False)
+        self.b.requires_grad_(False)
+        self.before: dict[str, Tensor] = {}
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(self.means(batch))
+
+    def on_train_start(self) -> None:
+        self.before = {name: tensor.clone() for name, tensor in full_weights(self).items()}
+
+
+def _stage(number: int) -> DeepSpeedStrategy:
+    return DeepSpeedStrategy(config={"zero_optimization": {"stage": number, "stage3_param_persistence_threshold": 0}})
+
+
+SAVED_BY: dict[str, Any] = {
+    "fsdp, file": partial(FSDPStrategy, save_distributed_checkpoint=False),
+    "fsdp, folder": partial(FSDPStrategy, save_distributed_checkpoint=True),
+    "zero2": partial(_stage, 2),
+    "zero3": partial(_stage, 3),
+}
+
+
+def _weights_saved_and_resumed(path: Path, saved_by: str, resumed_by: str) -> list[dict[str, list[float]]]:
+    """All that a module has, when a checkpoint is saved and when a run resumes from it."""
+    data = DataLoader(torch.randn(8, 2, 4) + 3, batch_size=None)  # type: ignore[arg-type]  # a tensor is a dataset
+    module, trainer = WithMeans(), _trainer(SAVED_BY[saved_by](), 2)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(path)
+    saved = full_weights(module)
+    module = WithMeans()
+    _trainer(SAVED_BY[resumed_by](), 3).fit(module, data, ckpt_path=path)
+    return [{name: tensor.tolist() for name, tensor in of.items()} for of in (saved, module.before)]
+
+
+@pytest.mark.parametrize("saved_by", SAVED_BY)
+@pytest.mark.parametrize("resumed_by", ["fsdp, file", "zero2", "zero3"])
+def test_a_module_of_ones_own_is_saved_with_its_buffers_and_frozen_weights(
+    tmp_path: Path, saved_by: str, resumed_by: str
+) -> None:
+    """A recipe's model has them in its folder; those of another module were lost."""
+    arguments = tmp_path / "saved.ckpt", saved_by, resumed_by
+    ((saved, resumed),) = on_ranks(1, _weights_saved_and_resumed, *arguments, timeout=60)
+    assert saved.keys() == {f"means.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")} | {
+        "a.weight",
+        "b.weight",
+    }
+    assert resumed == saved

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lit_callbacks.distributed.gather import full_tensor
+from lit_callbacks.distributed.gather import full_tensor, named_weights
 from lit_callbacks.export.manifest import file_sums, write_manifest
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -268,12 +268,12 @@ def load_sharded(
 
     Args:
         path: path of the folder.
-        module: module whose parameters define which tensors are read and how they are sharded.
+        module: module whose parameters and persistent buffers define which tensors are read and how they are sharded.
         groups: names of each optimizer's parameters, by group.
         aliases: from names of tied parameters in the module to the names under which their optimizer state is saved.
     """
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
-    own = dict(module.named_parameters(remove_duplicate=False))
+    own = dict(named_weights(module))
     own_by_name = own | {known: own[name] for name, known in (aliases or {}).items()}
     tensors: dict[str, Tensor] = {
         f"weights/{name}": torch.empty_like(own[name], requires_grad=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lit_callbacks.distributed.gather import full_shape, is_zero3
+from lit_callbacks.distributed.gather import full_shape, is_zero3, named_weights
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -115,14 +115,14 @@ def _numbered(engine: DeepSpeedEngine, order: Order) -> list[dict[str, object]]:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: DeepSpeedEngine) -> None:
-    """Load full weights into the model and, if it is trained, into this rank's fp32 partition; a collective."""
+    """Load full weights into the model and, where they are trained, into this rank's fp32 partition; a collective."""
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    own = dict(module.named_parameters(remove_duplicate=False))
-    trains = engine.basic_optimizer is not None
+    own = dict(named_weights(module))
     for name, full in saved.items():
         parameter = own[name]
+        trains = engine.basic_optimizer is not None and parameter.requires_grad
         if not is_zero3(parameter):
             parameter.copy_(full)
             if trains:
