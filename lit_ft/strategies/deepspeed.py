@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lit_callbacks.distributed.failures import failing_together
 from lit_callbacks.distributed.gather import full_weights, is_zero3
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -406,9 +407,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: str | Path, storage_options: object = None) -> None:
         """Write one file, from which a run can resume under any strategy and on any number of ranks."""
         path = self.broadcast(filepath)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        self.barrier()
+        with failing_together():
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Checkpoint:
         """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""

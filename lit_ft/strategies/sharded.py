@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lit_callbacks.distributed.failures import failing_together
 from lit_callbacks.distributed.gather import full_weights, named_weights
 from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.export.atomic_folder import errors_of_the_disk
@@ -325,6 +326,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             folder: path of the folder; that of rank 0 counts.
 
         Raises:
+            OSError: a rank could not write.
             RecipeError: a weight is not finite.
             MergeFailed: no rank has a certain parameter or buffer.
         """
@@ -334,31 +336,13 @@ class ShardedStrategy(LightningModelParallelStrategy):
         names: list[list[str]] = [[]] * self.world_size
         torch.distributed.all_gather_object(names, list(own))
         sharded_safetensors.check_complete(base, {name for part in names for name in part})
-        with self._failing_together(folder):
+        # folder has a hidden name until it is whole
+        with failing_together(), errors_of_the_disk(folder.parent):
             if own:
                 sharded_safetensors.write_part(base, own, folder / f"{self.global_rank:05}.safetensors")
-        with self._failing_together(folder):
+        with failing_together(), errors_of_the_disk(folder.parent):
             if self.is_global_zero:
                 sharded_safetensors.join_parts(base, folder)
-
-    @contextmanager
-    def _failing_together(self, folder: Path) -> Iterator[None]:
-        """Context in which what one rank raises while it writes is raised on all, so that none waits for it.
-
-        Raises:
-            OSError: a rank could not write.
-            RecipeError: a rank has found what must not be written.
-        """
-        own: Exception | None = None
-        try:
-            with errors_of_the_disk(folder.parent):  # folder has a hidden name until it is whole
-                yield
-        except (OSError, RecipeError) as error:
-            own = error
-        failures: list[Exception | None] = [None] * self.world_size
-        torch.distributed.all_gather_object(failures, own)
-        if (first := next(filter(None, failures), None)) is not None:
-            raise first
 
     def _saved_elsewhere(self) -> frozenset[str]:
         return frozenset()
@@ -405,10 +389,12 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self._writing = sharded.save_sharded(
                 checkpoint, path, names, self._join_stages, self._order(), self._background()
             )
-        elif self.is_global_zero:
-            checkpoint["optimizer_names"] = list(self._joined_names.values())
-            self.checkpoint_io.save_checkpoint(checkpoint, path)
-        self.barrier()
+            self.barrier()
+            return
+        with failing_together():
+            if self.is_global_zero:
+                checkpoint["optimizer_names"] = list(self._joined_names.values())
+                self.checkpoint_io.save_checkpoint(checkpoint, path)
 
     def _background(self) -> dist.ProcessGroup | None:
         if self.async_save and self._cpu_group is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
+from lit_ft import RecipeError
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("saved states")]
@@ -48,10 +49,10 @@ class OwnModule(LightningModule):
         return {n: states[p]["exp_avg"].full_tensor().sum().item() for n, p in self.named_parameters() if p in states}
 
 
-def _trainer(strategy: Any, steps: int) -> Trainer:
+def _trainer(strategy: Any, steps: int, devices: int = 1) -> Trainer:
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, enable_checkpointing=False, **silent
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=steps, enable_checkpointing=False, **silent
     )
 
 
@@ -132,3 +133,24 @@ def test_a_module_of_ones_own_is_saved_with_its_buffers_and_frozen_weights(
         "b.weight",
     }
     assert resumed == saved
+
+
+def _save_on_a_full_disk(path: Path, saved_by: str) -> str:
+    """What a rank says of a checkpoint that rank 0 alone cannot write."""
+    trainer = _trainer(SAVED_BY[saved_by](), 1, devices=2)
+    data = DataLoader(torch.randn(8, 2, 4), batch_size=None)  # type: ignore[arg-type]  # a tensor is a dataset
+    trainer.fit(WithMeans(), data)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RecipeError("the disk is full")
+
+    trainer.strategy.checkpoint_io.save_checkpoint = full  # type: ignore[method-assign]
+    with pytest.raises(RecipeError) as caught:
+        trainer.save_checkpoint(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("saved_by", ["fsdp, file", "zero2"])
+def test_a_file_that_rank_0_cannot_write_fails_on_all_ranks(tmp_path: Path, saved_by: str) -> None:
+    """The others waited for it until the time limit of their process group."""
+    assert on_ranks(2, _save_on_a_full_disk, tmp_path / "saved.ckpt", saved_by, timeout=60) == ["the disk is full"] * 2

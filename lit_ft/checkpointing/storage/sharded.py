@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lit_callbacks.distributed.failures import failing_together
 from lit_callbacks.distributed.gather import full_tensor, named_weights
 from lit_callbacks.export.manifest import file_sums, write_manifest
 from torch import Tensor, nn
@@ -224,9 +225,9 @@ def save_sharded(
 
 def _start_anew(temporary: Path) -> None:
     """Remove the leftovers of a killed process before any rank writes."""
-    if dist.get_rank() == 0 and temporary.exists():
-        shutil.rmtree(temporary)
-    dist.barrier()
+    with failing_together():
+        if dist.get_rank() == 0 and temporary.exists():
+            shutil.rmtree(temporary)
 
 
 def _finish_later(
@@ -251,14 +252,16 @@ def _finish(temporary: Path, path: Path, rest: Checkpoint, group: dist.ProcessGr
 
     Each rank computes the checksums of the files that it wrote, which are still in its memory.
     """
-    own = file_sums(temporary, [file.name for file in temporary.glob(f"__{dist.get_rank()}_*")])
+    with failing_together(group):
+        own = file_sums(temporary, [file.name for file in temporary.glob(f"__{dist.get_rank()}_*")])
     parts = [own] * dist.get_world_size()
     dist.all_gather_object(parts, own, group=group)
-    if dist.get_rank() == 0:
-        torch.save({**rest, HAS_MANIFEST: True}, temporary / META)
-        sums = {name: entry for part in parts for name, entry in part.items()}
-        write_manifest(temporary, sums=sums)
-        replacement.replace(temporary, path)
+    with failing_together(group):
+        if dist.get_rank() == 0:
+            torch.save({**rest, HAS_MANIFEST: True}, temporary / META)
+            sums = {name: entry for part in parts for name, entry in part.items()}
+            write_manifest(temporary, sums=sums)
+            replacement.replace(temporary, path)
 
 
 def load_sharded(
