@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.distributed.failures import failing_together
 from lit_callbacks.distributed.gather import full_weights, named_weights
 from lit_callbacks.distributed.host_copy import queued_copy
@@ -191,11 +192,20 @@ class ShardedStrategy(LightningModelParallelStrategy):
         finite_weights.check_split_base(self, self._module, "" if spec is None else spec.base.pretrained)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            self._say_what_is_vain()
             self._reshard()  # the optimizer takes what the module has: after `predict`, a pipeline's gathered weights
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 self.check_optimizer(optimizer)
         self.setup_precision_plugin()
+
+    def _say_what_is_vain(self) -> None:
+        if self.async_save and not self._saves_sharded():
+            why = "as an adapter's are" if self.save_in_shares is None else "save_distributed_checkpoint=False"
+            rank_zero_warn(
+                f"trainer.strategy async_save=True has no effect on checkpoints that are one file ({why}); leave it "
+                "out, or set save_distributed_checkpoint to true"
+            )
 
     def _share_skipped_steps(self) -> None:
         """Let all ranks skip a step if one has gradients that are not finite (fp16), and lower the scale together.

@@ -1,5 +1,6 @@
 """Checkpoints of modules of one's own under sharded strategies: what is saved, and that it is found again."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lit_callbacks.distributed.gather import full_weights
+from peft import LoraConfig
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from lit_ft import RecipeError
+from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("saved states")]
@@ -154,3 +156,38 @@ def _save_on_a_full_disk(path: Path, saved_by: str) -> str:
 def test_a_file_that_rank_0_cannot_write_fails_on_all_ranks(tmp_path: Path, saved_by: str) -> None:
     """The others waited for it until the time limit of their process group."""
     assert on_ranks(2, _save_on_a_full_disk, tmp_path / "saved.ckpt", saved_by, timeout=60) == ["the disk is full"] * 2
+
+
+ASYNC = {
+    "file": ({"save_distributed_checkpoint": False}, OwnModule, "save_distributed_checkpoint=False"),
+    "adapter": ({}, partial(CausalLM, peft=LoraConfig(r=2, target_modules="all-linear")), "as an adapter's are"),
+    "folder": ({}, OwnModule, None),
+    "adapter's folder": (
+        {"save_distributed_checkpoint": True},
+        partial(CausalLM, peft=LoraConfig(r=2, target_modules="all-linear")),
+        None,
+    ),
+}
+
+
+def _said_of_async_save(folder: str, rows: str, name: str) -> list[str]:
+    options, make, _ = ASYNC[name]
+    trainer = _trainer(FSDPStrategy(async_save=True, **options), 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if make is OwnModule:
+            data = DataLoader(torch.randn(8, 2, 4), batch_size=None)  # type: ignore[arg-type]  # a tensor is a dataset
+            trainer.fit(OwnModule([["a", "b"]]), data)
+        else:
+            trainer.fit(make(folder), TextDataModule(rows, max_length=96))
+    return [said for warning in caught if "async_save" in (said := str(warning.message))]
+
+
+@pytest.mark.parametrize("name", ASYNC)
+def test_async_save_of_single_files_is_told_to_have_no_effect(model_folder: str, write_rows: Any, name: str) -> None:
+    (said,) = on_ranks(1, _said_of_async_save, model_folder, write_rows(count=8), name, timeout=60)
+    why = ASYNC[name][2]
+    assert said == [
+        f"trainer.strategy async_save=True has no effect on checkpoints that are one file ({why}); leave it out, or "
+        "set save_distributed_checkpoint to true"
+    ] * (why is not None)
