@@ -380,6 +380,16 @@ def test_optimizer_state_is_found_by_going_once_through_what_is_saved(tmp_path: 
     assert {"w.a.weight", "w.weight"} < set(loaded["optimizer_names"][1])
 
 
+def test_groups_of_a_stage_that_are_alike_stay_apart_when_stages_are_joined() -> None:
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1]}]
+    stages = [["a", "B"], ["b", "A"]]
+    parts = [({"state": {0: {"of": one}, 1: {"of": two}}, "param_groups": groups}, [one, two]) for one, two in stages]
+    state, names = sharded.merge_optimizer_states(parts, ["a", "b", "A", "B"])
+    assert names == ["a", "b", "A", "B"]
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2, 3]]
+    assert [state["state"][i]["of"] for i in range(4)] == names
+
+
 def _save_on_a_full_disk(path: Path, background: bool) -> str:
     """What a rank says of a checkpoint that rank 0 alone cannot finish."""
 
