@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lit_callbacks.distributed.failures import failing_together
 from lit_callbacks.distributed.gather import full_weights, is_zero3
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -375,10 +376,12 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Full trainable parameters on rank 0, in fp32 if DeepSpeed keeps an fp32 copy of them."""
-        if self._order:
-            return zero_state.weights(self._module, keep=self.is_global_zero)
-        return full_weights(self._module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
+        """Full tensors on rank 0 of what trains (of DeepSpeed's fp32 copy, if any), or all of a module of one's own."""
+        keep, saves_all = self.is_global_zero, spec_of(self._module) is None
+        if not self._order:
+            return full_weights(self._module, lambda _, p: p.requires_grad or saves_all, keep)
+        trained = zero_state.weights(self._module, keep)
+        return trained | (full_weights(self._module, lambda _, p: not p.requires_grad, keep) if saves_all else {})
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """Full optimizer state on rank 0, in the layout that it has without ZeRO.
@@ -404,9 +407,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: str | Path, storage_options: object = None) -> None:
         """Write one file, from which a run can resume under any strategy and on any number of ranks."""
         path = self.broadcast(filepath)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        self.barrier()
+        with failing_together():
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Checkpoint:
         """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""

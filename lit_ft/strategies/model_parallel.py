@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from lit_ft import packed_batch
-from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import set_device_mesh
@@ -447,13 +446,9 @@ class ModelParallelStrategy(ShardedStrategy):
         return parts if parts is not None else [own]
 
     def _local_part(self, checkpoint: Mapping[str, Any], number: int, state: OptimizerState) -> OptimizerState:
-        if self.sizes().pipeline == 1:
-            return state
-        if "optimizer_names" not in checkpoint:
+        if self.sizes().pipeline > 1 and "optimizer_names" not in checkpoint:
             raise RecipeError(
                 "the checkpoint does not name the parameters of its optimizer, so a pipeline's stages cannot tell "
                 "theirs; resume without a pipeline (pipeline_parallel_size: 1) and save again"
             )
-        return sharded.select_optimizer_state(
-            state, checkpoint["optimizer_names"][number], self._names_in_optimizers()[number]
-        )
+        return super()._local_part(checkpoint, number, state)

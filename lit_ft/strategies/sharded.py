@@ -14,7 +14,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lit_callbacks.distributed.gather import full_weights
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.distributed.failures import failing_together
+from lit_callbacks.distributed.gather import full_weights, named_weights
 from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.export.atomic_folder import errors_of_the_disk
 from lit_callbacks.protocols import ScalesGradients, WeightFilter
@@ -190,11 +192,20 @@ class ShardedStrategy(LightningModelParallelStrategy):
         finite_weights.check_split_base(self, self._module, "" if spec is None else spec.base.pretrained)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            self._say_what_is_vain()
             self._reshard()  # the optimizer takes what the module has: after `predict`, a pipeline's gathered weights
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 self.check_optimizer(optimizer)
         self.setup_precision_plugin()
+
+    def _say_what_is_vain(self) -> None:
+        if self.async_save and not self._saves_sharded():
+            why = "as an adapter's are" if self.save_in_shares is None else "save_distributed_checkpoint=False"
+            rank_zero_warn(
+                f"trainer.strategy async_save=True has no effect on checkpoints that are one file ({why}); leave it "
+                "out, or set save_distributed_checkpoint to true"
+            )
 
     def _share_skipped_steps(self) -> None:
         """Let all ranks skip a step if one has gradients that are not finite (fp16), and lower the scale together.
@@ -294,11 +305,15 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Trainable parameters by name: full tensors on rank 0, or each rank's shards."""
+        """What trains, by name, or all of a module of one's own: full tensors on rank 0, or each rank's shards."""
         self._reshard()
         if self._saves_sharded():
-            return {n: p for n, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
-        return self.full_weights(self._module, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
+            return {name: tensor for name, tensor in named_weights(self._module) if self._is_saved(name, tensor)}
+        return self.full_weights(self._module, self._is_saved, keep=self.global_rank == 0)
+
+    def _is_saved(self, _: str, tensor: Tensor) -> bool:
+        # Frozen weights are those of the model's folder, and its buffers constant, only where a recipe has built it.
+        return tensor.requires_grad or spec_of(self._module) is None
 
     def full_weights(
         self, module: nn.Module, selected: WeightFilter = lambda *_: True, keep: bool = True
@@ -321,6 +336,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             folder: path of the folder; that of rank 0 counts.
 
         Raises:
+            OSError: a rank could not write.
             RecipeError: a weight is not finite.
             MergeFailed: no rank has a certain parameter or buffer.
         """
@@ -330,31 +346,13 @@ class ShardedStrategy(LightningModelParallelStrategy):
         names: list[list[str]] = [[]] * self.world_size
         torch.distributed.all_gather_object(names, list(own))
         sharded_safetensors.check_complete(base, {name for part in names for name in part})
-        with self._failing_together(folder):
+        # folder has a hidden name until it is whole
+        with failing_together(), errors_of_the_disk(folder.parent):
             if own:
                 sharded_safetensors.write_part(base, own, folder / f"{self.global_rank:05}.safetensors")
-        with self._failing_together(folder):
+        with failing_together(), errors_of_the_disk(folder.parent):
             if self.is_global_zero:
                 sharded_safetensors.join_parts(base, folder)
-
-    @contextmanager
-    def _failing_together(self, folder: Path) -> Iterator[None]:
-        """Context in which what one rank raises while it writes is raised on all, so that none waits for it.
-
-        Raises:
-            OSError: a rank could not write.
-            RecipeError: a rank has found what must not be written.
-        """
-        own: Exception | None = None
-        try:
-            with errors_of_the_disk(folder.parent):  # folder has a hidden name until it is whole
-                yield
-        except (OSError, RecipeError) as error:
-            own = error
-        failures: list[Exception | None] = [None] * self.world_size
-        torch.distributed.all_gather_object(failures, own)
-        if (first := next(filter(None, failures), None)) is not None:
-            raise first
 
     def _saved_elsewhere(self) -> frozenset[str]:
         return frozenset()
@@ -376,7 +374,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Load this rank's shards of the saved weights."""
         self._reshard()
         with torch.no_grad():
-            for name, own in self._module.named_parameters(remove_duplicate=False):
+            for name, own in named_weights(self._module):
                 if (saved := checkpoint["state_dict"].get(name)) is not None:
                     own.copy_(sharded.split_like(own, saved))
 
@@ -386,8 +384,11 @@ class ShardedStrategy(LightningModelParallelStrategy):
             optimizer.load_state_dict(sharded.split_state(optimizer, self._local_part(checkpoint, number, state)))
 
     def _local_part(self, checkpoint: Mapping[str, Any], number: int, state: OptimizerState) -> OptimizerState:
-        """Entries of a saved optimizer state for the parameters that this rank holds."""
-        return state
+        """Entries of a saved optimizer state for the parameters that this rank holds, in the optimizer's order."""
+        names = checkpoint.get("optimizer_names") or []
+        if number >= len(names):  # a checkpoint of another strategy, in the optimizer's own order
+            return state
+        return sharded.select_optimizer_state(state, names[number], self._names_in_optimizers()[number])
 
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint folder of shards, or one file."""
@@ -398,10 +399,12 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self._writing = sharded.save_sharded(
                 checkpoint, path, names, self._join_stages, self._order(), self._background()
             )
-        elif self.is_global_zero:
-            checkpoint["optimizer_names"] = list(self._joined_names.values())
-            self.checkpoint_io.save_checkpoint(checkpoint, path)
-        self.barrier()
+            self.barrier()
+            return
+        with failing_together():
+            if self.is_global_zero:
+                checkpoint["optimizer_names"] = list(self._joined_names.values())
+                self.checkpoint_io.save_checkpoint(checkpoint, path)
 
     def _background(self) -> dist.ProcessGroup | None:
         if self.async_save and self._cpu_group is None:

@@ -1,5 +1,6 @@
 """Checkpoints survive kills at any point of a save, and damage is found."""
 
+import errno
 import os
 import random
 import resource
@@ -377,6 +378,37 @@ def test_optimizer_state_is_found_by_going_once_through_what_is_saved(tmp_path: 
         assert all(value["lr"] == 1 for value in state["state"].values())
     assert loaded["optimizer_names"][0] == ["a.weight", "a.bias"]
     assert {"w.a.weight", "w.weight"} < set(loaded["optimizer_names"][1])
+
+
+def test_groups_of_a_stage_that_are_alike_stay_apart_when_stages_are_joined() -> None:
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1]}]
+    stages = [["a", "B"], ["b", "A"]]
+    parts = [({"state": {0: {"of": one}, 1: {"of": two}}, "param_groups": groups}, [one, two]) for one, two in stages]
+    state, names = sharded.merge_optimizer_states(parts, ["a", "b", "A", "B"])
+    assert names == ["a", "b", "A", "B"]
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2, 3]]
+    assert [state["state"][i]["of"] for i in range(4)] == names
+
+
+def _save_on_a_full_disk(path: Path, background: bool) -> str:
+    """What a rank says of a checkpoint that rank 0 alone cannot finish."""
+
+    def write_manifest(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sharded.write_manifest = write_manifest  # this process is a rank of this test alone
+    with pytest.raises(RecipeError) as caught:
+        _save_folder(path, 1, background)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_rank_0_cannot_finish_fails_on_all_ranks(tmp_path: Path, background: bool) -> None:
+    """The others waited for it until the time limit of their process group."""
+    said = on_ranks(2, in_group, _save_on_a_full_disk, tmp_path / "saved", background, timeout=60)
+    assert said[0] == said[1]
+    assert "could not be written: No space left on device; make room" in said[0]
+    assert not list(tmp_path.iterdir())
 
 
 def _save_weights_alone(path: Path) -> None:

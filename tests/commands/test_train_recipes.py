@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from sizes import FULL_SIZE
 
 from lit_ft.cli import main
+from lit_ft.strategies import ModelParallelStrategy
 
 pytestmark = pytest.mark.slow
 
@@ -181,6 +183,23 @@ def test_strategies_place_and_change_nothing_else(path: Path) -> None:
     fragment = yaml.safe_load(path.read_text())
     assert fragment.keys() == {"trainer"}
     assert fragment["trainer"].keys() <= {"strategy", "devices"}
+
+
+PARALLEL = ["tensor_parallel", "pipeline_parallel", "context_parallel", "parallel_3d"]
+
+
+@pytest.mark.parametrize(("of_run", "fragment"), permutations(PARALLEL, 2), ids=" then ".join)
+def test_a_parallel_strategy_over_a_run_of_another_one_has_its_own_sizes(of_run: str, fragment: str) -> None:
+    """Arguments of one class are merged, so that a size that a fragment leaves out stays the run's."""
+    first, own = (
+        yaml.safe_load((REPOSITORY / "recipes" / "strategies" / f"{name}.yaml").read_text())["trainer"]["strategy"]
+        for name in (of_run, fragment)
+    )
+    assert first["class_path"] == own["class_path"] == "lit_ft.strategies.ModelParallelStrategy"
+    merged = ModelParallelStrategy(**{**first["init_args"], "expert_parallel_size": 2, **own["init_args"]}).placement
+    wanted = ModelParallelStrategy(**own["init_args"]).placement
+    assert (merged.requested, merged.expert_parallel_size) == (wanted.requested, wanted.expert_parallel_size)
+    assert merged.requested.data == "auto"
 
 
 def generate(*arguments: str) -> None:

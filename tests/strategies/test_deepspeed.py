@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -33,6 +34,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
 from lit_ft.errors import NotFinite
 from lit_ft.strategies import DeepSpeedStrategy
+from lit_ft.strategies.zero import state as zero_state
 from lit_ft.strategies.zero.config import check_recipe
 from lit_ft.training.answer_scores.exact_match import ExactMatch
 from lit_ft.training.loss import token_cross_entropy
@@ -542,6 +544,24 @@ def test_nvme_without_its_library_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RecipeError, match="offload_param to nvme needs libaio"):
         trainer_with(DeepSpeedStrategy(config={"zero_optimization": {"stage": 3, "offload_param": offload}}))
     assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_without_the_states_on_nvme_is_resumed() -> None:
+    """It had no groups of weights either, and ended in a ``ValueError``."""
+    order = [[torch.nn.Parameter(torch.zeros(3)) for _ in range(count)] for count in (2, 1)]
+
+    def engine(rate: float, is_on_disk: bool) -> Any:
+        optimizer = torch.optim.AdamW([{"params": own} for own in order], lr=rate)
+        return SimpleNamespace(optimizer=SimpleNamespace(swap_optimizer=is_on_disk), basic_optimizer=optimizer)
+
+    with pytest.warns(UserWarning, match="a run that resumes from the checkpoint starts them anew"):
+        saved = zero_state.optimizer_state(engine(0.5, is_on_disk=True), order, keep=True)
+    assert [group["params"] for group in saved["param_groups"]] == [[0, 1], [2]]
+    assert saved["state"] == {}
+    resumed = engine(0.1, is_on_disk=True)
+    zero_state.load_optimizer_state(resumed, order, saved)
+    assert [group["lr"] for group in resumed.basic_optimizer.param_groups] == [0.5, 0.5]
+    assert not resumed.basic_optimizer.state
 
 
 def test_added_tokens_that_train_beside_an_adapter_are_refused_at_stage_3() -> None:

@@ -744,11 +744,25 @@ S = "--trainer.strategy."
 CASES = {
     "4 = 3 x ?": (
         ["--trainer.devices=4", f"{S}tensor_parallel_size=3"],
-        r"error: trainer.strategy: .* tensor 3 must make 4 ranks .* \[1, 2, 4\], or start a multiple of 3 ranks$",
+        r"error: trainer.strategy: pipeline 1 x data auto x context 1 x tensor 3 must make 4 ranks .*; set "
+        r"tensor_parallel_size so that they do, each to one of \[1, 2, 4\], or start a multiple of 3 ranks$",
     ),
     "4 = 2 x 1": (
         ["--trainer.devices=4", f"{S}pipeline_parallel_size=2", f"{S}data_parallel_size=1"],
-        "pipeline 2 x data 1 x context 1 x tensor 1 must make 4 ranks",
+        r"pipeline 2 x data 1 x context 1 x tensor 1 must make 4 ranks .*; set data_parallel_size to auto or 2$",
+    ),
+    "2 = 2 x 2 x ?": (
+        ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}tensor_parallel_size=2"],
+        r"set pipeline_parallel_size and tensor_parallel_size so that they do, each to one of \[1, 2\], or start a "
+        "multiple of 4 ranks$",
+    ),
+    "2 = 4 x 1": (
+        ["--trainer.devices=2", f"{S}context_parallel_size=4", f"{S}data_parallel_size=1"],
+        r"set context_parallel_size so that they do, each to one of \[1, 2\], or start 4 ranks$",
+    ),
+    "2 = 0 x ?": (
+        ["--trainer.devices=2", f"{S}tensor_parallel_size=0"],
+        r"set tensor_parallel_size so that they do, each to one of \[1, 2\]$",
     ),
     "two autos": (
         ["--trainer.devices=4", f"{S}tensor_parallel_size=auto"],

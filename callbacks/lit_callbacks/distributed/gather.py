@@ -77,12 +77,17 @@ def full_weights(module: nn.Module, selected: WeightFilter = lambda *_: True, ke
         keep: whether this rank gets the result; ``{}`` if not.
     """
     weights: dict[str, Tensor] = {}
-    for name, weight in chain(module.named_parameters(remove_duplicate=False), persistent_buffers(module)):
+    for name, weight in named_weights(module):
         if selected(name, weight):
             full = full_tensor(weight)
             if keep:
                 weights[name] = full.cpu().clone() if full.data_ptr() == _address(weight) else full.cpu()
     return weights
+
+
+def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names of a module's ``state_dict``, and its parameters and persistent buffers as this rank has them."""
+    return chain(module.named_parameters(remove_duplicate=False), persistent_buffers(module))
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

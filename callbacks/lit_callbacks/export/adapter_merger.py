@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
 from lit_callbacks.answering_weights import weights_that_answer
+from lit_callbacks.distributed.failures import failing_together
 from lit_callbacks.distributed.gather import full_weights, is_split, reshard
 from lit_callbacks.either_package import is_a
-from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_atomically
+from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, recover, write_atomically
 from lit_callbacks.export.base_files import BaseFiles, add_files
 from lit_callbacks.export.merge_check import MergeFailed
 from lit_callbacks.export.merging import (
@@ -247,19 +248,26 @@ class AdapterMerger(Callback):
         if self.merged_dir is None:
             return
         folder = self.merged_dir.with_name(self.merged_dir.name + suffix)
-        check_replaceable(folder)  # on every rank, so that no rank waits for one that has raised
-        files = BaseFiles.of(model)
-        if files is not None:
-            files.publish_names_of(model)
-        if not trainer.is_global_zero:
-            save_sharded(model)
-            return
+        texts: Mapping[str, str] = {}
+        with failing_together():  # before the first collective, for which the others would wait
+            check_replaceable(folder)
+            files = BaseFiles.of(model)
+            if files is not None:
+                files.publish_names_of(model)
+            if trainer.is_global_zero:
+                texts = self.texts("merged", trainer, pl_module)
+                recover(folder)
+                folder.parent.mkdir(parents=True, exist_ok=True)
 
         def write(temporary: Path) -> None:
             save_sharded(model, temporary)
             add_files(temporary, files, model, _saved_tokenizer(pl_module))
 
-        write_atomically(folder, write, None, self.texts("merged", trainer, pl_module))
+        with failing_together():
+            if trainer.is_global_zero:
+                write_atomically(folder, write, None, texts)
+            else:
+                save_sharded(model)
         rank_zero_info(f"merged model: {folder}, a part by each rank")
 
 

@@ -413,3 +413,44 @@ def test_on_the_way_from_two_ranks(tmp_path: Path, strategy: str) -> None:
     assert names(tmp_path) == ["adapter", "adapter-step-4", "merged", "merged-step-4"]
     assert_same(tmp_path / "adapter-step-4", weights)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged-step-4")
+
+
+def fit_where_rank_0_cannot_write(folder: Path, fails: str) -> tuple[int, str]:
+    """Steps of a rank, and what it says at the end, of a model to which each rank would write its part."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Parts(DDPStrategy):
+        def save_pretrained(self, model: Any, path: Path | None = None) -> None:
+            path = self.broadcast(path)
+            if self.is_global_zero and fails != "weights":
+                model.save_pretrained(path)
+            self.barrier()
+
+    class Full(Adapted):
+        def __init__(self) -> None:
+            super().__init__(lora())
+            self.model = base()
+
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    def card(*_: Any) -> dict[str, str]:
+        if fails == "card":
+            raise ValueError("no card")
+        return {}
+
+    merger = AdapterMerger(folder / "adapter", folder / "merged", card, every_n_steps=1)
+    options = {"devices": 2, "max_steps": 3, "enable_checkpointing": False}
+    trainer = make_trainer(folder, callbacks=[merger], strategy=Parts(), **options)
+    with pytest.raises((ValueError, OSError)) as caught:
+        trainer.fit(Full(), texts(32))
+    return trainer.global_step, str(caught.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("fails", "error"), [("card", "no card"), ("weights", "No such file")])
+def test_what_rank_0_alone_cannot_write_is_the_same_on_all_ranks(tmp_path: Path, fails: str, error: str) -> None:
+    """The others waited within the write, of which rank 0 had said on the way that there is none."""
+    said = on_ranks(2, fit_where_rank_0_cannot_write, tmp_path, fails, timeout=60)
+    assert said[0] == said[1]
+    assert said[0][0] == 3
+    assert error in said[0][1]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lit_callbacks.distributed.gather import full_tensor
+from lit_callbacks.distributed.failures import failing_together
+from lit_callbacks.distributed.gather import full_tensor, named_weights
 from lit_callbacks.export.manifest import file_sums, write_manifest
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -131,8 +132,11 @@ def merge_optimizer_states(
         order: names of all parameters of the full model, in order.
 
     Returns:
-        The merged state dict, and the names of its parameters in order.
+        The merged state dict, and the names of its parameters in order. A single part stays as it is.
     """
+    if len(parts) == 1:
+        (state, names), *_ = parts
+        return state, list(names)
     rank = {name: index for index, name in enumerate(order)}
     groups: list[tuple[dict[str, object], set[str]]] = []
     states: dict[str, object] = {}
@@ -140,7 +144,9 @@ def merge_optimizer_states(
         after = 0
         for group in state["param_groups"]:
             settings = {key: value for key, value in group.items() if key != "params"}
-            position = next((i for i, (known, _) in enumerate(groups) if known == settings), None)
+            # Groups of one part stay apart, also if they are alike: only those of other parts are joined.
+            alike = (i for i, (known, _) in enumerate(groups) if i >= after and known == settings)
+            position = next(alike, None)
             if position is None:
                 groups.insert(after, (settings, set()))
                 position = after
@@ -219,9 +225,9 @@ def save_sharded(
 
 def _start_anew(temporary: Path) -> None:
     """Remove the leftovers of a killed process before any rank writes."""
-    if dist.get_rank() == 0 and temporary.exists():
-        shutil.rmtree(temporary)
-    dist.barrier()
+    with failing_together():
+        if dist.get_rank() == 0 and temporary.exists():
+            shutil.rmtree(temporary)
 
 
 def _finish_later(
@@ -246,14 +252,16 @@ def _finish(temporary: Path, path: Path, rest: Checkpoint, group: dist.ProcessGr
 
     Each rank computes the checksums of the files that it wrote, which are still in its memory.
     """
-    own = file_sums(temporary, [file.name for file in temporary.glob(f"__{dist.get_rank()}_*")])
+    with failing_together(group):
+        own = file_sums(temporary, [file.name for file in temporary.glob(f"__{dist.get_rank()}_*")])
     parts = [own] * dist.get_world_size()
     dist.all_gather_object(parts, own, group=group)
-    if dist.get_rank() == 0:
-        torch.save({**rest, HAS_MANIFEST: True}, temporary / META)
-        sums = {name: entry for part in parts for name, entry in part.items()}
-        write_manifest(temporary, sums=sums)
-        replacement.replace(temporary, path)
+    with failing_together(group):
+        if dist.get_rank() == 0:
+            torch.save({**rest, HAS_MANIFEST: True}, temporary / META)
+            sums = {name: entry for part in parts for name, entry in part.items()}
+            write_manifest(temporary, sums=sums)
+            replacement.replace(temporary, path)
 
 
 def load_sharded(
@@ -263,12 +271,12 @@ def load_sharded(
 
     Args:
         path: path of the folder.
-        module: module whose parameters define which tensors are read and how they are sharded.
+        module: module whose parameters and persistent buffers define which tensors are read and how they are sharded.
         groups: names of each optimizer's parameters, by group.
         aliases: from names of tied parameters in the module to the names under which their optimizer state is saved.
     """
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
-    own = dict(module.named_parameters(remove_duplicate=False))
+    own = dict(named_weights(module))
     own_by_name = own | {known: own[name] for name, known in (aliases or {}).items()}
     tensors: dict[str, Tensor] = {
         f"weights/{name}": torch.empty_like(own[name], requires_grad=False)

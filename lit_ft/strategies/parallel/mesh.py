@@ -248,12 +248,23 @@ class ParallelDims:
             raise RecipeError(f"trainer.strategy: {names} are auto; give all but one of them")
         if known < 1 or world % known or (not unknown and known != world):
             asked = " x ".join(f"{name} {size}" for name, size in self.requested._asdict().items())
-            divisors = [n for n in range(1, world + 1) if world % n == 0]
             raise RecipeError(
                 f"trainer.strategy: {asked} must make {world} ranks ({nodes} nodes x {devices} "
-                f"devices); each size is one of {divisors}, or start a multiple of {known} ranks"
+                f"devices); {self._how_to_make(world, known)}"
             )
         return MeshSizes(*(world // known if size == "auto" else size for size in self.requested))
+
+    def _how_to_make(self, world: int, known: int) -> str:
+        """Options to set so that the sizes, whose product is known without those that are auto, make the ranks."""
+        sizes = {name: size for name, size in self.requested._asdict().items() if isinstance(size, int)}
+        is_whole = len(sizes) == len(self.requested)
+        others = math.prod(size for name, size in sizes.items() if name != "data")
+        if is_whole and others > 0 and world % others == 0:
+            return f"set data_parallel_size to auto or {world // others}"
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        names = " and ".join(f"{name}_parallel_size" for name, size in sizes.items() if size != 1)
+        more = f", or start {known if is_whole else f'a multiple of {known}'} ranks" if known > 0 else ""
+        return f"set {names} so that they do, each to one of {divisors}{more}"
 
     def micro_batches(self, sizes: MeshSizes, micro_batch_size: int | None) -> int:
         """Number of pipeline micro-batches that a packed batch is split into."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lit_callbacks.distributed.gather import full_shape, is_zero3
+from lit_callbacks.distributed.gather import full_shape, is_zero3, named_weights
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -69,12 +69,11 @@ def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
 def optimizer_state(engine: DeepSpeedEngine, order: Order, keep: bool) -> OptimizerState:
     """State dict of the optimizer as it would be without ZeRO; a collective. ``{}`` on ranks without ``keep``."""
     states: dict[int, dict[str, object]] = {}
-    if deepspeed_internals.has_optimizer_on_disk(engine):
+    if is_on_disk := deepspeed_internals.has_optimizer_on_disk(engine):
         rank_zero_warn(
             "optimizer states on NVMe are not saved: a run that resumes from the checkpoint starts them anew"
         )
-        order = []
-    for index, (parameter, piece) in enumerate(_pieces(engine, order)):
+    for index, (parameter, piece) in enumerate(_pieces(engine, [] if is_on_disk else order)):
         state = {}
         for key, value in engine.basic_optimizer.state[piece.partition].items():
             if not isinstance(value, Tensor):
@@ -106,7 +105,7 @@ def _numbered(engine: DeepSpeedEngine, order: Order) -> list[dict[str, object]]:
             **{key: value for key, value in group.items() if key != "params"},
             "params": [next(numbers) for _ in parameters],
         }
-        for group, parameters in zip(engine.basic_optimizer.param_groups, order, strict=False)
+        for group, parameters in zip(engine.basic_optimizer.param_groups, order, strict=True)
     ]
 
 
@@ -115,14 +114,14 @@ def _numbered(engine: DeepSpeedEngine, order: Order) -> list[dict[str, object]]:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: DeepSpeedEngine) -> None:
-    """Load full weights into the model and, if it is trained, into this rank's fp32 partition; a collective."""
+    """Load full weights into the model and, where they are trained, into this rank's fp32 partition; a collective."""
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    own = dict(module.named_parameters(remove_duplicate=False))
-    trains = engine.basic_optimizer is not None
+    own = dict(named_weights(module))
     for name, full in saved.items():
         parameter = own[name]
+        trains = engine.basic_optimizer is not None and parameter.requires_grad
         if not is_zero3(parameter):
             parameter.copy_(full)
             if trains:
@@ -138,13 +137,14 @@ def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: DeepSpe
 
 def load_optimizer_state(engine: DeepSpeedEngine, order: Order, saved: OptimizerState) -> None:
     """Convert a full optimizer state to the flat layout of this rank's partitions, and load it into the optimizer."""
-    if deepspeed_internals.has_optimizer_on_disk(engine) and saved["state"]:
+    is_on_disk = deepspeed_internals.has_optimizer_on_disk(engine)
+    if is_on_disk and saved["state"]:
         raise RecipeError(
             "a run cannot be resumed with optimizer states on NVMe (offload_optimizer_device=nvme); offload to cpu"
         )
     optimizer = engine.basic_optimizer
     flat: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-    for index, (parameter, piece) in enumerate(_pieces(engine, order)):
+    for index, (parameter, piece) in enumerate(_pieces(engine, [] if is_on_disk else order)):
         shape = full_shape(parameter)
         for key, value in saved["state"].get(index, {}).items():
             is_per_weight = isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
