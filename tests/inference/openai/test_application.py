@@ -348,6 +348,7 @@ def test_defaults_that_clients_of_vllm_send_change_nothing(served: Served) -> No
         ({"model": "x" * 9_000}, openai.NotFoundError, "^.{,300}x[.]{3}x.{,300}$"),
         ({"extra_body": {"y" * 9_000: 1}}, openai.BadRequestError, "^.{,300}yyy=1 is not supported.{,200}$"),
         ({"stop": [""]}, openai.BadRequestError, "none of them empty"),
+        ({"stop": "x" * 1_001}, openai.BadRequestError, "a text of 1,001 characters; give texts of 1,000"),
         ({"n": 22}, openai.BadRequestError, "asks for 22 answers; ask for 21 at most"),
         ({"n": 0}, openai.BadRequestError, "n=0 must be 1 or more"),
         ({"messages": []}, openai.BadRequestError, "must be a list of turns"),
