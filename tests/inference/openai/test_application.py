@@ -133,7 +133,7 @@ def test_a_burst_of_requests_does_not_pass_the_limit(served: Served, stream: boo
     question = {"model": "run-a", "messages": ASKED, "max_tokens": 4, "stream": stream}
 
     async def burst() -> list[int]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://burst") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             asked = [asyncio.create_task(client.post("/v1/chat/completions", json=question)) for _ in range(8)]
             for answer in islice(asyncio.as_completed(asked, timeout=60), 5):
                 assert (await answer).status_code == 429
@@ -373,7 +373,10 @@ def test_more_than_the_queue_holds_is_to_be_tried_again(served: Served) -> None:
     served.wait_until_idle()
 
 
-HEAD = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+HEAD = (
+    f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    "Content-Type: application/json\r\n"
+)
 HALF = b'{"model": "run-a", "messages": [{"role": "user", "content": "\\uD800"}]}'
 HALVES = [HALF, HALF.decode().encode("utf-16"), HALF.replace(b"\\uD800", b"\xed\xa0\x80")]
 
