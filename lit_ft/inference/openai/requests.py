@@ -116,11 +116,16 @@ class Fields:
             RequestError: a field is not supported, or has a value that is not.
         """
         for name, value in self._values.items():
-            if name in _NOTHING_TO_DO or (name in _ONLY and value in _ONLY[name]):
+            if name in _NOTHING_TO_DO or any(_is_same(value, one) for one in _ONLY.get(name, ())):
                 continue
             raise RequestError(
                 f"{name:.200}={shown(value)} is not supported by this server; leave it out", code="unsupported"
             )
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Whether values of JSON are equal: false is not 0 there, and 0.0 is."""
+    return value == other and isinstance(value, bool) is isinstance(other, bool)
 
 
 _KINDS = {
