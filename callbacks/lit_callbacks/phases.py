@@ -5,7 +5,7 @@ actions do. The user's own profiler keeps working: every action is passed on to 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from inspect import ismethod
 from typing import Any, Literal
@@ -242,6 +242,16 @@ def unwatch(trainer: Trainer, listener: Listener) -> None:
     profiler.listeners.remove(listener)
     if not profiler.listeners:
         attributes.profiler = profiler.inner
+
+
+def writing(trainer: Trainer, writer: str) -> AbstractContextManager[object]:
+    """Context in which a callback writes a model: its time is that of a checkpoint, and no part of a step.
+
+    Args:
+        trainer: trainer of the run.
+        writer: name of the callback, for reports of the user's own profiler.
+    """
+    return attributes_of(trainer).profiler.profile(f"{writer}.save_checkpoint")
 
 
 def failed_in(trainer: Trainer) -> Phase | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from lit_callbacks.output.quantities import as_count, as_number
@@ -21,6 +22,9 @@ _OF_THE_TRAINER = (
 )
 """Trainer options that decide the weights; others are left out, as a logger may hold an access key, for example."""
 _SECRET = re.compile(r"(^|_)(token|secret|password|api_?key|access_?key|credentials?)$")
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*://"
+_URL = re.compile(rf"{_SCHEME}(?:(?!::{_SCHEME})\S)+")
+"""A URL in a text; of a chain, as of fsspec (``zip://rows.json::https://...``), each one."""
 _PACKAGES = ("torch", "lightning", "transformers", "peft", "bitsandbytes")
 
 
@@ -146,7 +150,16 @@ def _clean(value: object) -> object:
 
 
 def _without_login(text: str) -> str:
-    return re.sub(r"://[^/@\s]+@", "://", text)
+    """Text whose URLs have no user, password, query or fragment: signatures of object storage are in the query."""
+    return _URL.sub(lambda url: _place(url[0]), text)
+
+
+def _place(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(left out)"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _data_paths(recipe: Recipe) -> list[str]:

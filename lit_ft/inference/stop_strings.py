@@ -18,7 +18,12 @@ class StopStrings:
         if places:
             self.found, self._held = True, ""
             return text[: min(places)]
-        begun = [size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        begun = [
+            size
+            for stop in self._stops
+            for size in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:size])
+        ]
         shown = len(text) - max(begun, default=0)
         self._held = text[shown:]
         return text[:shown]

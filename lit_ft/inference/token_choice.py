@@ -19,6 +19,9 @@ from transformers import (
 
 from lit_ft.model.generation import SeededDraw
 
+_READERS = (RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor)
+"""Steps that read the tokens before; the others do not, and a copy of a long sequence for each token takes time."""
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -66,6 +69,7 @@ class TokenChoice(LogitsProcessor):
         """
         self._ids, self._top = list(prompt), top
         self._processors = _processors(config, np.random.default_rng(seed))
+        self._reads_ids = any(isinstance(step, _READERS) for step in self._processors)
         self.logprobs: list[TokenLogprob] = []
         """Log-probabilities of the chosen tokens."""
 
@@ -78,7 +82,7 @@ class TokenChoice(LogitsProcessor):
         """Logits ``(1, vocabulary)`` with all but the chosen token's at minus infinity; ``input_ids`` is not read."""
         if self.changes_nothing:
             return scores
-        before = torch.tensor([self._ids], device=scores.device)
+        before = torch.tensor([self._ids if self._reads_ids else []], dtype=torch.long, device=scores.device)
         chosen = self._processors(before, scores.clone()).argmax(-1)
         if self._top is not None:
             self.logprobs += logprobs_of(scores, chosen, self._top)

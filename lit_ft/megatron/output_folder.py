@@ -4,12 +4,15 @@ The content is written in steps to ``.<name>.unfinished`` beside the final path.
 after a kill, and the same command takes it from there.
 """
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
-from filelock import FileLock, Timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import list_files, sync, write_durably, write_manifest
 
@@ -46,10 +49,10 @@ class OutputFolder:
         self.temporary = self.path.with_name(f".{self.path.name}.unfinished")
         check_free(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        self._lock = self.path.with_name(f".{self.path.name}.lock")
         try:
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
+            self._locked = _lock(self._lock)
+        except BlockingIOError as error:
             raise RecipeError(f"out={str(path)!r} is being written by another process; name another folder") from error
         text = json.dumps(command, indent=1, sort_keys=True, default=str)
         record = self.temporary / _COMMAND
@@ -96,8 +99,8 @@ class OutputFolder:
             elif issubclass(kind, RecipeError):
                 shutil.rmtree(self.temporary)
         finally:
-            self._lock.release()
-            Path(self._lock.lock_file).unlink(missing_ok=True)
+            self._lock.unlink(missing_ok=True)  # while it is locked: another process may lock the next file
+            self._locked.close()
 
     def _finish(self) -> None:
         write_manifest(self.temporary, names=[name for name in list_files(self.temporary) if name != _COMMAND])
@@ -105,3 +108,25 @@ class OutputFolder:
         if self.path.is_dir():
             self.path.rmdir()  # it is empty
         replace(self.temporary, self.path)
+
+
+def _lock(path: Path) -> IO[str]:
+    """Lock a file that its holder removes at the end; closing it releases the lock.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    while True:
+        file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise
+        except OSError:  # the file system has no locks
+            return file
+        # A file that was opened before its holder removed it could be locked beside the next one of that name.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()

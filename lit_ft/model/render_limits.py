@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -33,11 +34,11 @@ HIGHEST_POWER = 1_000
 
 
 class _Progress:
-    """Counter of renderings, from which a timer sees whether one takes too long."""
+    """Counter of renderings and the last one's start, from which a timer sees whether it takes too long."""
 
     is_limited = False
     count = 0  # odd during a rendering
-    seen = 0
+    started = 0.0  # CPU seconds of this thread
 
 
 @contextmanager
@@ -55,9 +56,9 @@ def limited(template: str) -> Iterator[None]:
         return
 
     def look(*_: object) -> None:
-        if _Progress.count % 2 and _Progress.count == _Progress.seen:
+        # The timer counts all threads of the process, among them those in which torch computes for other requests.
+        if _Progress.count % 2 and time.thread_time() - _Progress.started >= SECONDS:
             raise _refused(template, f"takes over {SECONDS:g} seconds of CPU time")
-        _Progress.seen = _Progress.count
 
     before = signal.signal(signal.SIGVTALRM, look)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -89,6 +90,7 @@ class Rendering:
         if not _Progress.is_limited:
             self._limits = limited(self._template)
             self._limits.__enter__()
+        _Progress.started = time.thread_time()
         _Progress.count += 1
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:

@@ -1,6 +1,5 @@
 """Checks of a task's YAML file, which may have been downloaded, before lm-evaluation-harness reads it."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,21 +18,32 @@ def check_task_file(path: Path) -> None:
     Raises:
         RecipeError: the file cannot be read, is a group, names code, or takes a metric that runs code of the hub.
     """
-    for file, text, content in _with_included(path, []):
+    for file, functions, content in _with_included(path, []):
         if file == path and ("group" in content or isinstance(content.get("task"), list)):
             raise RecipeError(f"the file {str(path)!r} is a group of tasks; name the files of its tasks in its place")
-        for code in re.findall(rf"{_FUNCTION}\s+([\w./-]+)", text):
+        for code in functions:
             if not allowed_code.is_allowed(code, allowed_code.allowed_by_user()):
                 raise allowed_code.refusal(code, str(file))
         for metric in _metrics(content):
             _check_metric(file, metric)
 
 
-class _Loader(yaml.SafeLoader):
-    """Loader that reads the name of a function as text."""
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Loader of the harness, which keeps the names of functions and reads them as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.functions: list[str] = []
+        """Names of functions in the order of the file."""
 
 
-_Loader.add_constructor(_FUNCTION, lambda _, node: str(node.value))
+def _function_name(loader: _Loader, node: yaml.Node) -> str:
+    name = str(loader.construct_scalar(node))  # as the harness reads it: of a mapping too, the value of the key `=`
+    loader.functions.append(name)
+    return name
+
+
+_Loader.add_constructor(_FUNCTION, _function_name)
 
 
 def _text(file: Path) -> str:
@@ -43,23 +53,24 @@ def _text(file: Path) -> str:
         raise RecipeError(f"the task {str(file)!r} cannot be read ({error}); name a YAML file") from error
 
 
-def _content(file: Path, text: str) -> dict[str, object]:
+def _content(file: Path, text: str) -> tuple[list[str], dict[str, object]]:
+    """Functions that a file names, and its content."""
     try:
-        content = yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        content = loader.get_single_data()
     except yaml.YAMLError as error:
         line = str(error).replace("\n", " ")
         raise RecipeError(f"the task {str(file)!r} is no YAML ({line}); mend the file") from error
     if not isinstance(content, dict):
         raise RecipeError(f"the task {str(file)!r} must be a mapping with `task`; see docs/after_fit.md")
-    return content
+    return loader.functions, content
 
 
-def _with_included(file: Path, above: list[Path]) -> Iterator[tuple[Path, str, dict[str, object]]]:
+def _with_included(file: Path, above: list[Path]) -> Iterator[tuple[Path, list[str], dict[str, object]]]:
     if file in above:
         raise RecipeError(f"the task {str(file)!r} includes itself; take the include out")
-    text = _text(file)
-    content = _content(file, text)
-    yield file, text, content
+    functions, content = _content(file, _text(file))
+    yield file, functions, content
     included = content.get("include", [])
     for name in included if isinstance(included, list) else [included]:
         yield from _with_included((file.parent / str(name)).resolve(), [*above, file])

@@ -594,6 +594,31 @@ def test_a_card_keeps_secrets() -> None:
     assert "(revision abc)" in text
 
 
+@pytest.mark.parametrize(
+    ("url", "published"),
+    [
+        ("https://me:se@cret@host:8443/rows.json", "https://host:8443/rows.json"),
+        (
+            "https://a.blob.core.windows.net/c/rows.json?sv=2024&sig=secret",
+            "https://a.blob.core.windows.net/c/rows.json",
+        ),
+        ("s3://bucket/rows.json?X-Amz-Signature=secret#secret", "s3://bucket/rows.json"),
+        ("zip://rows.json::https://me:secret@host/a.zip?k=secret", "zip://rows.json::https://host/a.zip"),
+        ("http://[secret", "(left out)"),
+    ],
+)
+def test_a_card_keeps_secrets_of_urls(url: str, published: str) -> None:
+    from lit_ft.export.model_card import Card
+
+    options = {"path": url, "val_path": f"two: {url} and", "cache_dir": "~/a?b#c"}
+    card = str(Card(kind="adapter", title="t", base="b", recipe={"data": {"init_args": options}}))
+    assert "cret" not in card
+    cooked = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    shown = {"path": published, "val_path": f"two: {published} and", "cache_dir": "~/a?b#c"}
+    assert cooked == {"data": {"init_args": shown}}
+    assert f"- `{published}`" in card
+
+
 @pytest.mark.parametrize("count", [2, 80], ids=["spare rows", "resized"])
 def test_the_lines_of_an_adapters_card_read_what_was_trained(
     lit_ft: Any, fit: Any, base: Path, tmp_path: Path, count: int

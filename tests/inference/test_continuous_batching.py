@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from transformers import MambaConfig, MambaForCausalLM, Qwen2Config
+from transformers import GenerationConfig, LogitsProcessor, MambaConfig, MambaForCausalLM, Qwen2Config
 
 from lit_ft.inference.continuous_batching import (
     BatchedEngine,
@@ -106,3 +106,22 @@ def test_layers_without_attention_are_generated_one_at_a_time(opened: OpenedMode
     assert batching_obstacle(opened) == "attention is eager"
     opened.base.set_attn_implementation("sdpa")
     assert stream_answer(opened, "red", Decoding(3, 0), lambda _: None).tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [({"do_sample": True, "top_k": 3, "top_p": 0.9}, [0, 0]), ({"repetition_penalty": 1.3}, [4, 5])],
+)
+def test_the_sequence_is_copied_only_for_steps_that_read_it(options: dict[str, object], read: list[int]) -> None:
+    class Reader(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            lengths.append(input_ids.shape[1])
+            return scores
+
+    lengths: list[int] = []
+    choice = TokenChoice([5, 6, 7, 5], GenerationConfig(**options), 0, 2)
+    choice._processors.append(Reader())
+    scores: torch.FloatTensor = torch.arange(20.0)[None]  # type: ignore[assignment]
+    for _ in range(2):
+        choice(torch.empty(1, 0, dtype=torch.long), scores)  # type: ignore[arg-type]
+    assert lengths == read

@@ -1,5 +1,7 @@
 """Stop strings over any cut of a text: the text before the first one, and never a part of one."""
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,3 +32,16 @@ def test_any_cut_shows_the_text_before_the_first_stop(text: str, stops: list[str
 @pytest.mark.parametrize(("piece", "shown"), [("one <", "one "), ("one <|e", "one "), ("one <|x", "one <|x")])
 def test_the_beginning_of_a_stop_is_held_back(piece: str, shown: str) -> None:
     assert StopStrings(["<|end|>"]).add(piece) == shown
+
+
+def test_no_more_of_a_stop_is_compared_than_there_is_text() -> None:
+    class Counted(str):
+        cuts = 0
+
+        def __getitem__(self, key: Any) -> str:
+            Counted.cuts += 1
+            return super().__getitem__(key)
+
+    filtered = StopStrings([Counted("x" * 1_000)])
+    assert [filtered.add("ab"), filtered.add("xx"), filtered.end()] == ["ab", "", "xx"]
+    assert Counted.cuts == 4

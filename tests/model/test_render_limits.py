@@ -1,8 +1,10 @@
 """Chat templates that would never end, or fill the memory."""
 
+import hashlib
 import re
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,6 +74,19 @@ def test_a_bomb_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.process_time() - started < 10
     assert "data.chat_template" in str(error.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 * 2**20  # KiB
+
+
+def test_time_of_other_threads_does_not_count() -> None:
+    def compute() -> None:
+        while time.process_time() < end:
+            hashlib.sha256(bytes(10**6))  # without the interpreter's lock, as torch computes
+
+    thread = threading.Thread(target=compute)
+    with render_limits.Rendering("a template"):
+        end = time.process_time() + 5 * render_limits.SECONDS
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.01)  # signals that reach the other thread are handled between two waits
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -122,6 +122,27 @@ def test_code_runs_only_where_the_user_allows_it(task: Path, monkeypatch: pytest
     assert "--allow_code evaluate" in refused(task)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        '!function "harm.text"',
+        "!function 'harm.text'",
+        "!<!function> harm.text",
+        "!function &x harm.text",
+        "&x !function harm.text",
+        "!function >-\n  harm.text",
+        "!function {=: harm.text}",
+    ],
+)
+def test_code_is_refused_however_the_file_spells_it(task: Path, function: str) -> None:
+    (task.parent / "harm.py").write_text("raise SystemExit('code has run')\n")
+    task.write_text(task.read_text().replace('"{{question}}"', function))
+    assert "--allow_code harm" in refused(task)
+    including = task.with_name("including.yaml")
+    including.write_text("include: mine.yaml\n")
+    assert "--allow_code harm" in refused(including)
+
+
 def test_templates_run_in_a_sandbox(task: Path) -> None:
     task.write_text(task.read_text().replace("{{question}}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"))
     assert "SecurityError" in refused(task)

@@ -32,6 +32,7 @@ from lit_callbacks.export.merging import (
 )
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.internals.transformers_internals import is_quantized
+from lit_callbacks.phases import writing
 from lit_callbacks.protocols import (
     GathersWeights,
     SavesAdapter,
@@ -200,7 +201,8 @@ class AdapterMerger(Callback):
 
     def _write_on_the_way(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
         # The random numbers of training must not depend on whether models are written.
-        with torch.random.fork_rng(devices=[]), weights_that_answer(trainer, pl_module):
+        undisturbed = torch.random.fork_rng(devices=[])
+        with writing(trainer, "AdapterMerger"), undisturbed, weights_that_answer(trainer, pl_module):
             try:
                 self._write(trainer, pl_module, f"-{name}{trainer.global_step}")
                 for folder in (self.adapter_dir, self.merged_dir):

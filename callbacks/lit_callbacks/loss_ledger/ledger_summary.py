@@ -5,7 +5,7 @@ import statistics
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from lit_callbacks.loss_ledger.ledger_files import Visit
 
@@ -19,6 +19,8 @@ CANDIDATES = 10
 """Pairs that are kept for a comparison of their texts, as a multiple of ``top``."""
 MIN_TWIN_VISITS = 2
 """Smallest number of visits for a loss curve."""
+MOST_BY_CHANCE = 0.05
+"""Largest number of pairs of different samples, expected by chance, that are as near as a pair of likely duplicates."""
 
 
 class Sample(TypedDict, total=False):
@@ -41,6 +43,8 @@ class Twins(TypedDict, total=False):
     tokens: int
     distance: float
     """Distance of the loss curves, in nats."""
+    by_chance: float
+    """Expected number of pairs that are as near at as many visits by chance."""
     text: str
     likeness: float
     """Similarity of the texts, 0 to 1."""
@@ -72,7 +76,8 @@ def summarize(visits: Sequence[Visit], top: int = 20) -> Summary:
         ``samples`` and ``visits`` (counts); ``unit`` of losses; ``worst`` and ``best``, by last loss, and ``risen``, by
         last minus first loss: lists of samples with ``id, source, tokens, visits, first, last``; ``slice_ends``,
         optimizer steps, and ``sources``, each with its token-mean loss in each slice of the run (None where it had
-        none); ``twins``: pairs with ``ids, tokens, distance``, the nearest first.
+        none); ``twins``: pairs with ``ids, tokens, distance, by_chance``, those that are hardly near by chance before
+        others, and of each kind the nearest first.
     """
     by_id: dict[str, list[Visit]] = defaultdict(list)
     for visit in visits:
@@ -141,18 +146,52 @@ def _twins(by_id: dict[str, list[Visit]]) -> list[Twins]:
     # Twins have about the same number of tokens and median loss: only neighbors in this order are compared.
     order = sorted(medians, key=lambda name: (_size(curves[name][0].tokens), medians[name]))
     reach = max(3, min(100, MOST_COMPARISONS // max(len(order), 1)))
-    ranked: list[tuple[float, Twins]] = []
+    near: list[_Near] = []
+    gaps: list[float] = []  # one of each compared pair, relative to the loss: how near samples are at one visit
     for i, name in enumerate(order):
         for other in order[i + 1 : i + 1 + reach]:
             tokens = [curves[one][0].tokens for one in (name, other)]
             if _size(tokens[0]) != _size(tokens[1]) or medians[other] - medians[name] > limit:
                 break
-            distance, level = _distance(curves[name], curves[other])
+            compared = [*_off(curves[name], curves[other]), *_off(curves[other], curves[name])]
+            if len(compared) < MIN_TWIN_VISITS:
+                continue
+            distance, level, relative = _distance(compared)
+            gaps.append(relative[len(gaps) % len(relative)])
             if distance <= limit:
                 pair = Twins(ids=sorted((name, other)), tokens=max(tokens), distance=distance)
-                # Relative to the loss itself: all memorized samples have losses near 0, so near each other.
-                ranked.append((distance / max(level, 1e-12), pair))
-    return [pair for _, pair in sorted(ranked, key=lambda one: one[0])]
+                visits = min(len(curves[name]), len(curves[other]))
+                near.append(_Near(pair, distance / level, statistics.median_high(relative), visits))
+    return _ranked(near, sorted(gaps))
+
+
+class _Near(NamedTuple):
+    """Pair of samples with near loss curves."""
+
+    pair: Twins
+    distance: float
+    """Relative to the loss itself: all memorized samples have losses near 0, so near each other."""
+    gap: float
+    """Upper median of the gaps at the visits, each relative to its loss."""
+    visits: int
+
+
+def _ranked(near: Sequence[_Near], gaps: Sequence[float]) -> list[Twins]:
+    """Pairs in the order of the summary, with the number of those that are as near by chance.
+
+    By chance, most visits of a pair have small gaps where each has one independently, as often as compared pairs do.
+    Half of the visits count as independent: curves are smooth, and a gap shares its losses with the next one.
+    """
+    for one in near:
+        share = (bisect(gaps, one.gap) + 1) / (len(gaps) + 1)
+        one.pair["by_chance"] = len(gaps) * _chance_of_most(one.visits // 2, share)
+    near = sorted(near, key=lambda one: (one.pair["by_chance"] > MOST_BY_CHANCE, one.distance))
+    return [one.pair for one in near]
+
+
+def _chance_of_most(count: int, share: float) -> float:
+    """Probability that more than half of ``count`` independent events of probability ``share`` happen."""
+    return sum(math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in range(count // 2 + 1, count + 1))
 
 
 def _size(tokens: int) -> int:
@@ -160,19 +199,18 @@ def _size(tokens: int) -> int:
     return round(math.log(max(tokens, 1)) / 0.05)
 
 
-def _distance(one: Sequence[Visit], other: Sequence[Visit]) -> tuple[float, float]:
-    """Distance of each sample's visits from the other's linearly interpolated loss curve, and their loss.
+def _distance(compared: Sequence[tuple[float, float]]) -> tuple[float, float, list[float]]:
+    """Distance of two loss curves from gaps and losses at visits, their loss, and the gaps relative to the losses.
 
-    Both are medians, in nats: at the steep start of a curve, the interpolation is far from it.
+    Distance and loss are medians, in nats: at the steep start of a curve, the interpolation is far from it.
     """
-    compared = [*_off(one, other), *_off(other, one)]
-    if len(compared) < MIN_TWIN_VISITS:
-        return math.inf, 1.0
     gaps, losses = zip(*compared, strict=True)
-    return statistics.median(map(abs, gaps)), statistics.median(losses)
+    relative = [abs(gap) / max(abs(loss), 1e-12) for gap, loss in compared]
+    return statistics.median(map(abs, gaps)), max(statistics.median(losses), 1e-12), relative
 
 
 def _off(visits: Sequence[Visit], curve: Sequence[Visit]) -> list[tuple[float, float]]:
+    """Gap of each visit from another sample's linearly interpolated loss curve, in nats, and the visit's loss."""
     steps, off = [visit.step for visit in curve], []
     for visit in visits:
         k = bisect(steps, visit.step)

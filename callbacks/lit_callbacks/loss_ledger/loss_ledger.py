@@ -18,7 +18,7 @@ from lit_callbacks.batch_ids import PerSample, batch_ids, batch_sources
 from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
-from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize, with_nulls
+from lit_callbacks.loss_ledger.ledger_summary import MOST_BY_CHANCE, Summary, summarize, with_nulls
 from lit_callbacks.output.attempts import Attempts, written
 from lit_callbacks.output.tables import show_table
 from lit_callbacks.protocols import LooksUpTexts, RecordsLosses
@@ -54,6 +54,9 @@ class _Record(NamedTuple):
 
 class LossLedger(Callback):
     """Record the loss of each sample at each visit; at the end, report the worst, those that rose, and duplicates.
+
+    Likely duplicates are samples whose losses go together. Where their texts are not known, only those are named that
+    hardly any two of the compared samples are as near as by chance: that takes several visits of each.
 
     Losses come from one of three sources:
 
@@ -208,7 +211,8 @@ class LossLedger(Callback):
             self._safely(lambda: self._sum_up(self._root(trainer), trainer))
 
     def _add_texts(self, summary: Summary, texts_of: TextsOf | None) -> None:
-        pairs, summary["twins"] = summary["twins"], summary["twins"][: self.top]
+        pairs = summary["twins"]
+        summary["twins"] = [pair for pair in pairs if pair["by_chance"] <= MOST_BY_CHANCE]
         if texts_of is None:
             return
         samples = [*summary["worst"], *summary["best"], *summary["risen"]]
@@ -222,7 +226,7 @@ class LossLedger(Callback):
             first, second = (texts[name][:TEXT_KEPT] for name in pair["ids"])
             pair["text"] = first
             pair["likeness"] = SequenceMatcher(None, first, second, autojunk=False).ratio()
-        summary["twins"] = [pair for pair in pairs if pair["likeness"] >= LEAST_LIKENESS][: self.top]
+        summary["twins"] = [pair for pair in pairs if pair["likeness"] >= LEAST_LIKENESS]
 
     def _lend(self, module: LightningModule, record: Callable[..., None] | None) -> None:
         if isinstance(module, RecordsLosses):
@@ -271,6 +275,7 @@ class LossLedger(Callback):
         summary = summarize(visits, self.top)
         data = attributes_of(trainer).datamodule
         self._add_texts(summary, self.texts or (data.sample_texts if isinstance(data, LooksUpTexts) else None))
+        found, summary["twins"] = len(summary["twins"]), summary["twins"][: self.top]
         text = json.dumps(with_nulls(summary), indent=1, ensure_ascii=False, allow_nan=False)
         (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
         header = ("sample", "source", "tokens", "visits", "first", "last", "text")
@@ -279,6 +284,8 @@ class LossLedger(Callback):
         if pairs := [" = ".join(pair["ids"]) for pair in summary["twins"]]:
             how = "their texts are alike" if "text" in summary["twins"][0] else "look at their texts"
             rank_zero_info(f"likely duplicates, by how their losses go ({how}): {', '.join(pairs)}")
+            if found > len(pairs):
+                rank_zero_info(f"these are the nearest {len(pairs):,} of {found:,} pairs; top= lists more")
         rank_zero_info(f"losses of all samples: {folder}")
 
 

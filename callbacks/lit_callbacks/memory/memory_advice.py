@@ -73,20 +73,20 @@ def out_of_memory_page(
     best = ranked[0]
     total = max(breakdown.total, 1)
     shares = [
-        f"| {name.replace('_', ' ')} | {mib(breakdown.bytes[name])} | {breakdown.bytes[name] / total:.0%} |"
+        f"| {name.replace('_', ' ')} | {size_text(breakdown.bytes[name])} | {breakdown.bytes[name] / total:.0%} |"
         for name in PURPOSES
     ]
-    modules = [f"| `{name}` | {count} | {mib(size)} |" for name, count, size in breakdown.modules[:10]]
+    modules = [f"| `{name}` | {count} | {size_text(size)} |" for name, count, size in breakdown.modules[:10]]
     lines = [
         "# Out of memory",
         "",
         f"In the {phase} phase: {' '.join(error.split())}",
         "",
-        f"**{best.name.capitalize()} helps most: about {mib(best.saves)} less** ({best.how}).",
+        f"**{best.name.capitalize()} helps most: about {size_text(best.saves)} less** ({best.how}).",
         "",
         "| setting | saves about | how |",
         "|---|---|---|",
-        *(f"| {setting.name} | {mib(setting.saves)} | {setting.how} |" for setting in ranked),
+        *(f"| {setting.name} | {size_text(setting.saves)} | {setting.how} |" for setting in ranked),
         "",
         f"## What memory was for, at its fullest ({when}, {breakdown.phase} phase)",
         "",
@@ -103,6 +103,8 @@ def out_of_memory_page(
     return "\n".join(lines) + "\n"
 
 
-def mib(size: int) -> str:
-    """Text of a size in bytes, in MiB with one decimal."""
-    return f"{size / MIB:,.1f} MiB"
+def size_text(size: int) -> str:
+    """Text of a size in bytes: in MiB with one decimal; below 1 MiB in KiB, below 1 KiB in bytes."""
+    if size >= MIB or size == 0:
+        return f"{size / MIB:,.1f} MiB"
+    return f"{size / 1024:,.1f} KiB" if size >= 1024 else f"{size} B"

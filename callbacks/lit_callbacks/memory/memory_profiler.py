@@ -17,7 +17,7 @@ from lit_callbacks.distributed.gather import is_split
 from lit_callbacks.internals import torch_internals
 from lit_callbacks.internals.lightning_internals import attributes_of, logged_step
 from lit_callbacks.memory import memory_readings
-from lit_callbacks.memory.memory_advice import mib, out_of_memory_page
+from lit_callbacks.memory.memory_advice import out_of_memory_page, size_text
 from lit_callbacks.memory.memory_readings import in_mib
 from lit_callbacks.memory.memory_timeline import Row, step_rows, write_csv, write_picture
 from lit_callbacks.memory.storage_ledger import (
@@ -239,8 +239,8 @@ class MemoryProfiler(Callback):
         grown, steps = min(last) - max(first), self._steady[-1][0] - self._steady[0][0]
         if grown > self.leak_mib * MIB:
             self._attempts.warn(
-                f"memory between steps grew by {mib(grown)} within {steps} optimizer steps, to {mib(now)}: something "
-                "keeps tensors, often a list of losses without .detach(), or metrics that are never reset",
+                f"memory between steps grew by {size_text(grown)} within {steps} optimizer steps, to {size_text(now)}: "
+                "something keeps tensors, often a list of losses without .detach(), or metrics that are never reset",
                 kind="leak",
             )
 
@@ -257,13 +257,13 @@ class MemoryProfiler(Callback):
         """Summary of the profile, in a few lines."""
         lines = []
         if self.breakdown is not None:
-            parts = ", ".join(f"{name.replace('_', ' ')} {mib(n)}" for name, n in self.breakdown.bytes.items())
+            parts = ", ".join(f"{name.replace('_', ' ')} {size_text(n)}" for name, n in self.breakdown.bytes.items())
             at = f"step {self._sampled} at its fullest, in the {self.breakdown.phase} phase"
-            lines.append(f"memory of {at}: {mib(self.breakdown.total)} = {parts}")
-            top = ", ".join(f"{name} {mib(size)}" for name, _, size in self.breakdown.modules[:3])
+            lines.append(f"memory of {at}: {size_text(self.breakdown.total)} = {parts}")
+            top = ", ".join(f"{name} {size_text(size)}" for name, _, size in self.breakdown.modules[:3])
             lines += [f"most activations: {top}"] if top else []
         peak = host_peak()
-        resident = "" if peak is None else f"the process's largest resident size: {mib(peak)}; "
+        resident = "" if peak is None else f"the process's largest resident size: {size_text(peak)}; "
         lines.append(f"{resident}see {self._folder}")
         return "\n".join(lines)
 

@@ -84,10 +84,10 @@ class ThroughputMonitor(Callback):
     ``step_seconds/data``, ``/forward_backward``, ``/optimizer``, ``/callbacks`` and ``/other`` (copy to the device,
     logging); and ``mfu``, model FLOP/s divided by the device's peak FLOP/s, 0 to 1.
 
-    The time is that of optimizer steps, data included; validation, checkpoints and the first steps (allocation,
-    compilation) are left out. On CUDA it is measured on the device, by events that are read once the device has reached
-    them, without a synchronization, so the last steps may be missing from a log. On other devices it is measured on the
-    host.
+    The time is that of optimizer steps, data included; validation, checkpoints, models that ``AdapterMerger`` writes
+    and the first steps (allocation, compilation) are left out. On CUDA it is measured on the device, by events that are
+    read once the device has reached them, without a synchronization, so the last steps may be missing from a log. On
+    other devices it is measured on the host.
 
     After training, ``summary`` holds the figures of the run; they are logged as ``throughput/run/...`` too. Lightning's
     ``Throughput`` takes one count of items, equal on all ranks and never zero, so it is not used.

@@ -1,6 +1,7 @@
 """AdapterMerger before the end: every n steps, at each best checkpoint, keeping the last."""
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lit_callbacks import AdapterMerger
+from lit_callbacks import AdapterMerger, ThroughputMonitor
 from lit_callbacks.export.merging import find_models, save_merged, unsplit
 from lit_callbacks.internals.bitsandbytes_internals import without_faults
 from plain_modules import VOCABULARY, make_trainer, texts
@@ -67,6 +68,19 @@ def assert_same(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith(("adapter", "merged", ".")))
+
+
+def test_the_time_of_writing_is_no_part_of_a_step(tmp_path: Path) -> None:
+    def slow_texts(*_: Any) -> dict[str, str]:
+        time.sleep(0.5)
+        return {}
+
+    merger = AdapterMerger(tmp_path / "adapter", texts=slow_texts, every_n_steps=1)
+    monitor = ThroughputMonitor()
+    trainer = make_trainer(tmp_path, callbacks=[merger, monitor], enable_checkpointing=False, max_steps=4)
+    trainer.fit(Adapted(lora()), texts())
+    assert monitor.summary["step_seconds/callbacks"] < 0.2
+    assert monitor.summary["step_seconds"] < 0.4
 
 
 def test_every_n_steps_the_last_are_kept(tmp_path: Path) -> None:

@@ -296,9 +296,36 @@ def test_near_duplicates_are_found_by_how_their_losses_go(tmp_path: Path) -> Non
     data: list[Any] = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(zip(xs, ys, strict=True))]
     data += [{"x": xs[i] + 0.01 * torch.randn(16), "y": ys[i], "id": j} for i, j in pairs]
     loader = DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
-    fit(tmp_path, Classifier(), loader, LossLedger(), max_epochs=12)
+    fit(tmp_path, Classifier(), loader, LossLedger(), max_epochs=16)
     twins = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["twins"]
-    assert {tuple(map(int, pair["ids"])) for pair in twins[:3]} == set(pairs)
+    assert {tuple(map(int, pair["ids"])) for pair in twins} == set(pairs)
+
+
+@pytest.mark.parametrize("epochs", [2, 3, 6])
+def test_losses_that_are_near_by_chance_are_no_duplicates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: int
+) -> None:
+    """Losses of 300 samples, drawn anew at each visit."""
+
+    class Drawn(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            losses = 2.5 + 0.6 * torch.randn(len(batch["id"])) + 0 * self.weight
+            return {"loss": losses.mean(), "sample_losses": losses}
+
+    torch.manual_seed(0)
+    caplog.set_level("INFO", "lightning.pytorch")
+    fit(tmp_path, Drawn(), rows([0.0] * 300), LossLedger(), max_epochs=epochs)
+    assert summarize(read_visits(tmp_path / "loss_ledger"))["twins"] or epochs == 6  # which have like losses
+    assert json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["twins"] == []
+    assert "likely duplicates" not in caplog.text
+
+
+def test_duplicates_that_are_not_listed_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    ledger = LossLedger(top=1, texts=lambda ids: dict.fromkeys(ids, "the same text"))
+    fit(tmp_path, Steps(), rows([5.0] * 4 + [9.0, 7.0]), ledger, max_epochs=3)
+    assert len(json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["twins"]) == 1
+    assert "these are the nearest 1 of 2 pairs; top= lists more" in caplog.text
 
 
 def test_a_module_that_gives_no_losses_is_a_warning(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import MemoryProfiler
-from lit_callbacks.memory.memory_advice import settings
+from lit_callbacks.memory.memory_advice import settings, size_text
 from lit_callbacks.memory.storage_ledger import Breakdown
 from lit_callbacks.output.quantities import MIB
 from plain_modules import VOCABULARY, Digits, TinyLM, digits, make_trainer, texts
@@ -261,6 +261,22 @@ def test_savings_by_hand() -> None:
     assert settings(weights, ranks=8, is_sharded=False)[0].saves == 350 * MIB
     sharded = settings(weights, ranks=8, is_sharded=True)[0]
     assert (sharded.saves, sharded.how) == (200 * MIB, "weights, gradients and optimizer state over 16 devices")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0.0 MiB"), (17, "17 B"), (1536, "1.5 KiB"), (MIB - 512, "1,023.5 KiB"), (3 * MIB // 2, "1.5 MiB")],
+)
+def test_small_sizes_have_a_small_unit(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+def test_the_summary_of_a_small_model_has_its_sizes(tmp_path: Path) -> None:
+    profiler, _ = fit(tmp_path, Digits(), digits())
+    assert profiler.breakdown is not None
+    weights = profiler.breakdown.bytes["parameters"]
+    assert 1024 < weights < 51 * 1024  # in MiB with one decimal, 0.0
+    assert f"parameters {weights / 1024:,.1f} KiB, " in profiler.describe()
 
 
 def test_logits_are_known_by_their_width(tmp_path: Path) -> None:

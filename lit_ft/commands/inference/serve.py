@@ -65,7 +65,9 @@ def run(arguments: list[str]) -> None:
 
         from lit_ft.inference.openai.application import GracefulServer, Limits, application
 
-        limits = Limits(max_model_len, options.max_requests, int(options.max_body_mib * 2**20), api_key, options.origin)
+        body = int(options.max_body_mib * 2**20)
+        is_local = options.host in LOOPBACK
+        limits = Limits(max_model_len, options.max_requests, body, api_key, options.origin, is_local)
         # No more than all answers together can fill.
         most = (max_model_len + 64) * options.max_requests
         with _engines(opened, {name: min(most, size) for name, size in cache_tokens.items()}, limits) as engines:

@@ -1,7 +1,6 @@
 """The server's application: OpenAI's routes over engines, with limits and errors as JSON."""
 
 import asyncio
-import hmac
 import json
 import socket
 import uuid
@@ -23,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lit_ft.inference.continuous_batching import Engine, Generation, Unavailable, score
+from lit_ft.inference.openai.access import check_json, check_key, check_source
 from lit_ft.inference.openai.answers import Delta, Format, deltas, merged, with_calls
 from lit_ft.inference.openai.requests import (
     Ask,
@@ -55,6 +55,8 @@ class Limits:
     """Key that requests must carry; None takes all."""
     origins: Sequence[str] = ()
     """Origins whose pages a browser lets use the server; ``*`` is all."""
+    is_on_loopback: bool = True
+    """Whether only this machine reaches the server: without a key, requests must then be for localhost."""
 
 
 class Service:
@@ -120,6 +122,7 @@ class Service:
 
     async def _fields(self, request: Request) -> Fields:
         """Body of a request, read up to the limit."""
+        check_json(request.headers)
         limit, body = self._limits.max_body_bytes, b""
         async for piece in request.stream():
             body += piece
@@ -272,12 +275,10 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
 
     def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            given = request.headers.get("authorization", "")
-            given = given[7:] if given[:7].lower() == "bearer " else given
-            if limits.api_key is not None and not hmac.compare_digest(given.encode(), limits.api_key.encode()):
-                raise RequestError(
-                    "the request carries no key, or another one than the server's", 401, "invalid_api_key"
-                )
+            if limits.api_key is not None:
+                check_key(request.headers, limits.api_key)
+            else:
+                check_source(request.headers, limits.origins, limits.is_on_loopback)
             return await handler(request)
 
         return handle

@@ -23,6 +23,8 @@ T = TypeVar("T", bool, int, float, str, list[object], dict[str, object])
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1_000
+"""Longest stop string: each token's text is compared with all beginnings of it."""
 _NOTHING_TO_DO = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
 """Fields that do not concern the answer."""
 _ONLY: Mapping[str, tuple[object, ...]] = {
@@ -114,11 +116,16 @@ class Fields:
             RequestError: a field is not supported, or has a value that is not.
         """
         for name, value in self._values.items():
-            if name in _NOTHING_TO_DO or (name in _ONLY and value in _ONLY[name]):
+            if name in _NOTHING_TO_DO or any(_is_same(value, one) for one in _ONLY.get(name, ())):
                 continue
             raise RequestError(
                 f"{name:.200}={shown(value)} is not supported by this server; leave it out", code="unsupported"
             )
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Whether values of JSON are equal: false is not 0 there, and 0.0 is."""
+    return value == other and isinstance(value, bool) is isinstance(other, bool)
 
 
 _KINDS = {
@@ -257,6 +264,10 @@ def _stops(value: object) -> list[str]:
         raise RequestError(f"stop={shown(value)} must be text, or a list of texts, none of them empty")
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop has {len(stops)} texts; give {MAX_STOPS} at most")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop has a text of {longest:,} characters; give texts of {MAX_STOP_CHARACTERS:,} characters at most"
+        )
     return stops
 
 

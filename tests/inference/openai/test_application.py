@@ -133,7 +133,7 @@ def test_a_burst_of_requests_does_not_pass_the_limit(served: Served, stream: boo
     question = {"model": "run-a", "messages": ASKED, "max_tokens": 4, "stream": stream}
 
     async def burst() -> list[int]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://burst") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             asked = [asyncio.create_task(client.post("/v1/chat/completions", json=question)) for _ in range(8)]
             for answer in islice(asyncio.as_completed(asked, timeout=60), 5):
                 assert (await answer).status_code == 429
@@ -348,6 +348,7 @@ def test_defaults_that_clients_of_vllm_send_change_nothing(served: Served) -> No
         ({"model": "x" * 9_000}, openai.NotFoundError, "^.{,300}x[.]{3}x.{,300}$"),
         ({"extra_body": {"y" * 9_000: 1}}, openai.BadRequestError, "^.{,300}yyy=1 is not supported.{,200}$"),
         ({"stop": [""]}, openai.BadRequestError, "none of them empty"),
+        ({"stop": "x" * 1_001}, openai.BadRequestError, "a text of 1,001 characters; give texts of 1,000"),
         ({"n": 22}, openai.BadRequestError, "asks for 22 answers; ask for 21 at most"),
         ({"n": 0}, openai.BadRequestError, "n=0 must be 1 or more"),
         ({"messages": []}, openai.BadRequestError, "must be a list of turns"),
@@ -372,7 +373,10 @@ def test_more_than_the_queue_holds_is_to_be_tried_again(served: Served) -> None:
     served.wait_until_idle()
 
 
-HEAD = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+HEAD = (
+    f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    "Content-Type: application/json\r\n"
+)
 HALF = b'{"model": "run-a", "messages": [{"role": "user", "content": "\\uD800"}]}'
 HALVES = [HALF, HALF.decode().encode("utf-16"), HALF.replace(b"\\uD800", b"\xed\xa0\x80")]
 
