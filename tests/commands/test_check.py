@@ -353,7 +353,7 @@ def test_pairs_are_shown_as_two_conversations(run: Any, tmp_path: Path, model_fo
     output = run("check", *recipe(tmp_path, model_folder, data), "--samples", "2", "--html", str(page))
     assert re.search(r"train: rows +preference +6 +5 .* 100.0%", output)
     assert "template round trip, rows: 12 of 12 conversations" in output
-    assert "learns to prefer the <mark>marked</mark> tokens of each chosen answer" in page.read_text()
+    assert "learns to prefer the <mark>marked</mark> tokens of chosen answers to those of" in page.read_text()
     assert re.search(r"end tokens that are trained on: '<\|im_end\|>' in 10 of 10 answers", output)
     assert "tokens per conversation before truncation: half have up to" in output
     for number in (1, 2):
@@ -381,4 +381,4 @@ def test_of_answers_of_the_models_own_the_known_one_is_shown(
 def test_pairs_are_not_converted(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     path = write_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     arguments = ("--path", path, "--tokenizer", model_folder, "--out", str(tmp_path / "out"), "--format", "preference")
-    assert "format=preference holds pairs" in run("convert", "data", *arguments, code=2)
+    assert "format=preference holds answers that are compared" in run("convert", "data", *arguments, code=2)
