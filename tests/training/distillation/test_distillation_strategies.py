@@ -66,21 +66,28 @@ def test_same_numbers(
         assert_same_runs((steps, means, weights), kept[way], 2e-5)
 
 
+@pytest.fixture
+def whole(make_trainer: Any, folders: tuple[str, str], questions: str, kept: dict[str, Any]) -> Any:
+    """The run on the answers of the data in one process."""
+    way = "answers of the data"
+    if way not in kept:
+        kept[way] = fit(make_trainer, folders, questions, WAYS[way])
+    return kept[way]
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero3", "cp2 x pp2"])
 def test_ranks_that_share_the_teacher(
     make_trainer: Any,
     folders: tuple[str, str],
     questions: str,
-    kept: dict[str, Any],
+    whole: Any,
     live_ranks: LiveRanks,
     name: str,
 ) -> None:
-    way = "answers of the data"
-    if way not in kept:
-        kept[way] = fit(make_trainer, folders, questions, WAYS[way])
-    how = {**WAYS[way], "model": {**WAYS[way]["model"], "shard_teacher": True}}
+    of_data = WAYS["answers of the data"]
+    how = {**of_data, "model": {**of_data["model"], "shard_teacher": True}}
     ranks = live_ranks(STRATEGIES[name][1], _fit, make_trainer, folders, questions, how, name, timeout=100)
-    assert_same_runs(ranks[0], kept[way], 2e-5)
+    assert_same_runs(ranks[0], whole, 2e-5)
 
 
 def _validate_and_fit(make_trainer: Any, folders: tuple[str, str], path: str, name: str) -> Any:
@@ -107,15 +114,12 @@ def test_training_after_a_validation_on_nccl(
     make_trainer: Any,
     folders: tuple[str, str],
     questions: str,
-    kept: dict[str, Any],
+    whole: Any,
     live_ranks: LiveRanks,
     name: str,
 ) -> None:
-    way = "answers of the data"
-    if way not in kept:
-        kept[way] = fit(make_trainer, folders, questions, WAYS[way])
     ranks = live_ranks(2, _validate_and_fit, make_trainer, folders, questions, name, timeout=100)
-    assert_same_runs(ranks[0], kept[way], 2e-5)
+    assert_same_runs(ranks[0], whole, 2e-5)
 
 
 @pytest.mark.parametrize("way", ["answers of the data", "own answers"])
