@@ -62,6 +62,8 @@ class PackedBatch(TypedDict, total=False):
     """S names of sources (P of pairs), each empty where there is one source; present with ``sample_ids``."""
     sample_targets: Sequence[int]
     """S numbers of supervised tokens (P of pairs, of both answers); present with ``sample_ids``."""
+    sample_columns: "Sequence[Mapping[str, object]]"
+    """S times the values of columns of the sample's row, by name, where rewards read columns."""
     is_local: Tensor
     """``(n of the full batch,)``, bool: targets on this rank, where the tokens are sharded across ranks."""
     token_group: ProcessGroup
@@ -94,6 +96,8 @@ class PackedBatch(TypedDict, total=False):
     window_members: Sequence[Conversation]
     """Ids and labels of all samples of this rank in the window, in its first micro-batch, where a module answers their
     prompts at once."""
+    window_columns: "Sequence[Mapping[str, object]]"
+    """The ``sample_columns`` of ``window_members``."""
     window_mismatched: "Sequence[PackedBatch]"
     """Where a module needs the divergence, in the first micro-batch of a window: for each one of this rank its pairs'
     prompts, each with an answer to another one, as the chosen one of a pair without a rejected one. Micro-batches that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from torch import Tensor, nn
@@ -192,6 +192,22 @@ class GivesPairs(Protocol):
 
 
 @runtime_checkable
+class ChecksData(Protocol):
+    """Module that cannot train on any data."""
+
+    def check_data(self, data: object, stage: str) -> None:
+        """Find what the module cannot train on, once the data is read.
+
+        Args:
+            data: data module of the run.
+            stage: fit, validate, test or predict.
+
+        Raises:
+            RecipeError: there is something.
+        """
+
+
+@runtime_checkable
 class LearnsPreferences(Protocol):
     """Module that trains on preference pairs, and on nothing else."""
 
@@ -215,6 +231,10 @@ class SamplesAnswers(Protocol):
 
     answers_per_prompt: int
     max_new_tokens: int
+
+    @property
+    def columns_of_rewards(self) -> Mapping[str, str]:
+        """Names of columns of the data that rewards read, each with the name of a reward that does."""
 
     def describe_policy(self) -> str:
         """Text on how many answers train it, and by which rewards."""

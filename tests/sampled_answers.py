@@ -28,10 +28,21 @@ class FewLetters(Reward):
         return [max(map(one.answer.count, one.answer), default=0) / (len(one.answer) + 1) for one in answers]
 
 
+class FewLettersOfRow(FewLetters):
+    """The same, where each answer comes with the column ``known`` of the row that asks for it."""
+
+    columns = ("known",)
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        assert [one.columns for one in answers] == [{"known": one.expected} for one in answers]
+        return super().of(answers)
+
+
 def write_questions(folder: Path) -> str:
     """File of 10 conversations of unequal lengths; beside it, ``val.json`` with three others."""
     for name, count, seed in (("val.json", 3, 1), ("train.json", 10, 0)):
-        (folder / name).write_text(json.dumps(make_rows(count, seed)), "utf-8")
+        rows = [{**row, "known": row["output"]} for row in make_rows(count, seed)]
+        (folder / name).write_text(json.dumps(rows), "utf-8")
     return str(folder / "train.json")
 
 
@@ -59,7 +70,7 @@ def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: i
     """Losses, norms and means of two epochs in steps of 4 prompts of 10, validation's means, and the final weights."""
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
     model = {"peft": LORA, "algorithm": GRPO(), "answers_per_prompt": 3, "max_new_tokens": 3, **how.get("model", {})}
-    module = PolicyLM(folder, rewards=[FewLetters()], optimizer=how.get("optimizer", slow), **model)
+    module = PolicyLM(folder, rewards=[FewLettersOfRow()], optimizer=how.get("optimizer", slow), **model)
     record = RecordMeans(MEASURED, how.get("save_after"), how.get("save"))
     val, weights = fit_in_steps_of_4(
         make_trainer, module, data_of(path, **how.get("data", {})), record, how, world, strategy

@@ -42,13 +42,14 @@ from lit_ft.model.architecture import Architecture
 from lit_ft.model.generation import stop_ids
 from lit_ft.model.loading import skeleton
 from lit_ft.packed_batch import pack_samples
-from lit_ft.protocols import LearnsFromTeacher, SamplesAnswers
+from lit_ft.protocols import ChecksData, LearnsFromTeacher, SamplesAnswers
 from lit_ft.recipe.allowed_code import as_options
 from lit_ft.recipe.option_parser import OptionParser, whole_number
 from lit_ft.recipe.trainer_checks import check_trainer, quiet_trainer
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
 from lit_ft.training.optimizers.schedules import WarmupSchedule
+from lit_ft.training.policy.policy_lm import PolicyLM
 
 STREAMED_ROWS = 10_000
 """Number of rows per source that are inspected where the recipe streams."""
@@ -127,6 +128,8 @@ class CheckCLI(RecipeCLI):
                 f"check looks at lit_ft.TextDataModule; the recipe's data is {type(self.datamodule).__name__}"
             )
         data = self.datamodule
+        with self._as_problem():
+            data.check_options_for(self.model, "fit")
         asked, sources = data.splits.preparation, data.splits.sources
         overlong = "drop" if asked.overlong == "error" else asked.overlong
         self.skips_bad_rows = asked.on_bad_row == "skip"
@@ -166,6 +169,7 @@ class CheckCLI(RecipeCLI):
         elif isinstance(self.model, SamplesAnswers):
             compared = "the answers of the data are what rewards compare with"
             report.facts["trained on"] = f"{self.model.describe_policy()}; {compared}"
+        self._judge_samples(data)
         if isinstance(self.model, SamplesAnswers):
             report.is_answered = True
             prompts = plan.micro_batch_size * plan.replicas * trainer.accumulate_grad_batches
@@ -197,6 +201,27 @@ class CheckCLI(RecipeCLI):
         report.has_pairs, report.titles = train.has_pairs, titles_of(train, in_order)
         marked = [(ids, known_answer(labels) if report.is_answered else labels) for ids, labels in shown]
         report.examples = [show_example(ids, labels, tokenizer) for ids, labels in marked]
+
+    def _judge_samples(self, data: TextDataModule) -> None:
+        """Name what the recipe's model cannot train on, and try its rewards on known answers."""
+        data.trainer = self.trainer
+        with self._as_problem():
+            data.check_samples_for(self.model, "fit")
+            if isinstance(self.model, PolicyLM):
+                rewards = self.model.rewards_of_known(data)
+                means = [f"{name} {sum(values) / len(values):g}" for name, values in rewards.items()]
+                count = len(next(iter(rewards.values())))
+                self.report.facts["rewards of known answers"] = f"{', '.join(means)} (mean of the first {count:,})"
+            elif isinstance(self.model, ChecksData):
+                self.model.check_data(data, "fit")
+
+    @contextmanager
+    def _as_problem(self) -> Iterator[None]:
+        """Report what the training would refuse, and go on."""
+        try:
+            yield
+        except RecipeError as error:
+            self.report.problems.append(str(error))
 
     def _judge_warmup(self, trainer: Namespace) -> None:
         """Say that the warm-up is longer than a run whose ``max_steps`` are set; ``fit`` says it of epochs as well."""

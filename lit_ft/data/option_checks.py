@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lit_ft.data.text.formats import OF_PAIRS
 from lit_ft.data.text.sources import FormatName, Source
+from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.errors import RecipeError, check_counts
 
 DEFAULT_SHUFFLE_BUFFER = 10_000
@@ -80,6 +81,28 @@ def check_prompts(**counted: int | None) -> None:
                 f"data.{name}={value} counts tokens of the data's own answers, and the model trains on answers that it "
                 "gives itself; leave it out: data.micro_batch_size is the number of prompts of a forward pass"
             )
+
+
+def check_answered_stream(preparation: Preparation, readers: Mapping[str, str]) -> None:
+    """Refuse options of a stream whose prompts the model answers.
+
+    Args:
+        preparation: treatment of its rows.
+        readers: names of columns of the data that rewards read, and of a reward that reads each.
+
+    Raises:
+        RecipeError: known answers would be cut, or a reward reads a column.
+    """
+    if preparation.max_length is not None and preparation.overlong == "truncate":
+        raise RecipeError(
+            "data.overlong=truncate would cut known answers of the stream, whose prompts the model answers; set "
+            "data.overlong=drop"
+        )
+    for name, reader in readers.items():
+        raise RecipeError(
+            f"model.rewards: {reader} reads the column {name!r}, and data.streaming=true gives tokens alone; set it to "
+            "false"
+        )
 
 
 def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streaming: bool) -> None:

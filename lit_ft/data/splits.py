@@ -1,7 +1,7 @@
 """Data sets of training, validation and test, which are read, checked and tokenized when a stage needs them."""
 
 from collections import UserDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from lit_ft.data.text.rendering import expected_answer, prompt_of, through_last_
 from lit_ft.data.text.sources import Source, shared_content
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, held_out_samples, join
-from lit_ft.errors import RecipeError
+from lit_ft.errors import BadRow, RecipeError
 from lit_ft.protocols import Question
 
 
@@ -96,6 +96,35 @@ class DataSplits(UserDict[str, Samples]):
                     "model.objective needs answers to others, by which it sees how far the model is from its "
                     "reference; give rows of more prompts, or take lit_ft.DPO with pairs"
                 ) from error
+
+    def read_columns(self, readers: Mapping[str, str]) -> None:
+        """Read columns that rewards name, of the rows of all splits that were read; each file is read once more.
+
+        Args:
+            readers: names of the columns, and of a reward that reads each.
+
+        Raises:
+            RecipeError: no row of a split's sources has one of them.
+        """
+        for split, samples in self.items():
+            if samples.columns is not None:
+                continue
+            columns, present = list[dict[int, dict[str, object]]](), set[str]()
+            for number, prepared in enumerate(self.prepared[split]):
+                columns.append(of_source := {})
+                chosen = set(samples.rows[samples.source == number].tolist())
+                for row_number, (_, row) in enumerate(prepared.source.rows()):
+                    if isinstance(row, BadRow):
+                        continue
+                    present |= {name for name, value in row.items() if value is not None}
+                    if row_number in chosen:
+                        of_source[row_number] = {name: row.get(name) for name in readers}
+            if missing := [name for name in readers if name not in present]:
+                raise RecipeError(
+                    f"model.rewards: {readers[missing[0]]} reads the column {missing[0]!r}, which no row of the "
+                    f"data of {split} has; the columns are {', '.join(sorted(present)) or 'none'}"
+                )
+            self[split] = replace(samples, columns=columns)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_callbacks.internals.lightning_internals import attributes_of
@@ -26,6 +26,7 @@ from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.data.option_checks import (
     DEFAULT_SHUFFLE_BUFFER,
     OPTIONS_OF_SOURCES,
+    check_answered_stream,
     check_exclusive,
     check_fractions_of_stream,
     check_limit,
@@ -271,28 +272,9 @@ class TextDataModule(LightningDataModule):
         if stage == "fit" and self.streaming and self.trainer is not None:
             self._check_fractions(self.trainer)
         module = None if self.trainer is None else self.trainer.lightning_module
-        if module is not None and stage != "predict" and self.has_pairs and not isinstance(module, LearnsPreferences):
-            raise RecipeError(
-                f"data.format={UNPAIRED if self.is_unpaired else PREFERENCES} is for lit_ft.PreferenceLM, and the "
-                f"model is a {type(module).__name__}, which trains on single good answers; set model.class_path to "
-                "lit_ft.PreferenceLM, or map the chosen answers with data.columns"
-            )
-        if isinstance(module, SamplesAnswers):
-            check_prompts(packing=self.packing, micro_batch_tokens=self.micro_batch_tokens)
-            if self.streaming and self.max_length is not None and self.splits.preparation.overlong == "truncate":
-                raise RecipeError(
-                    "data.overlong=truncate would cut known answers of the stream, whose prompts the model "
-                    "answers; set data.overlong=drop"
-                )
-        if isinstance(module, LimitsLengths):
-            module.check_length("data.max_length", self.requested_length)
+        self.check_options_for(module, stage)
         self.load(tokenizer_of(module), stage)
-        if isinstance(module, LimitsLengths):
-            module.check_length("the longest sample", self.splits.longest_sample)
-        if isinstance(module, SamplesAnswers):
-            self.splits.check_prompts()
-        if self._needs_divergence() and stage != "predict":
-            self.splits.find_partners()
+        self.check_samples_for(module, stage)
         for line in self.splits.notes_on_judgments() if stage == "fit" and self.is_unpaired else []:
             rank_zero_warn(line)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
@@ -309,6 +291,40 @@ class TextDataModule(LightningDataModule):
             self._check_val_interval(self.trainer, replicas)
         if self.trainer is not None:
             self._check_limit_of_evaluation(self.trainer, stage)
+
+    def check_options_for(self, module: LightningModule | None, stage: str) -> None:
+        """Compare the options with what a module trains on, before data is read.
+
+        Raises:
+            RecipeError: they do not fit each other, or the model has too few positions.
+        """
+        if module is not None and stage != "predict" and self.has_pairs and not isinstance(module, LearnsPreferences):
+            raise RecipeError(
+                f"data.format={UNPAIRED if self.is_unpaired else PREFERENCES} is for lit_ft.PreferenceLM, and the "
+                f"model is a {type(module).__name__}, which trains on single good answers; set model.class_path to "
+                "lit_ft.PreferenceLM, or map the chosen answers with data.columns"
+            )
+        if isinstance(module, SamplesAnswers):
+            check_prompts(packing=self.packing, micro_batch_tokens=self.micro_batch_tokens)
+            if self.streaming:
+                check_answered_stream(self.splits.preparation, module.columns_of_rewards)
+        if isinstance(module, LimitsLengths):
+            module.check_length("data.max_length", self.requested_length)
+
+    def check_samples_for(self, module: LightningModule | None, stage: str) -> None:
+        """Compare the samples with what a module trains on, and find what it needs beside them.
+
+        Raises:
+            RecipeError: they do not fit, or the model has too few positions for one.
+        """
+        if isinstance(module, LimitsLengths):
+            module.check_length("the longest sample", self.splits.longest_sample)
+        if isinstance(module, SamplesAnswers):
+            self.splits.check_prompts()
+            if stage != "predict" and (columns := module.columns_of_rewards):
+                self.splits.read_columns(columns)
+        if isinstance(module, LearnsPreferences) and module.needs_divergence and stage != "predict":
+            self.splits.find_partners()
 
     @staticmethod
     def _check_fractions(trainer: Trainer) -> None:

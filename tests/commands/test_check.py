@@ -166,7 +166,10 @@ def test_real_placeholders(run: Any, tmp_path: Path, model_folder: str) -> None:
 
 def test_a_stream_is_looked_at_from_its_top(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     data = {"path": write_rows(make_rows(12)), "streaming": True}
-    output = run("check", *recipe(tmp_path, model_folder, data, max_steps=3))
+    arguments = recipe(tmp_path, model_folder, data, max_steps=3)
+    too_long = "wrong: data.max_length of 2,048 tokens is beyond the 512 positions of the model"
+    assert too_long in run("check", *arguments, code=1).replace(f"model.pretrained={model_folder!r}", "the model")
+    output = run("check", *arguments, "--data.max_length", "512")
     assert "streaming: looked at the first 10,000 rows of each source" in output
 
 
@@ -350,7 +353,9 @@ def test_pairs_are_shown_as_two_conversations(run: Any, tmp_path: Path, model_fo
     rows = [{"instruction": f"the red book {n}", "chosen": "cup", "rejected": "lamp"} for n in range(6)]
     data = {"path": write_rows(rows), "format": "preference", "val_fraction": 0.2, "packing": 128, "max_length": 64}
     page = tmp_path / "report.html"
-    output = run("check", *recipe(tmp_path, model_folder, data), "--samples", "2", "--html", str(page))
+    arguments = *recipe(tmp_path, model_folder, data), "--samples", "2", "--html", str(page)
+    assert "wrong: data.format=preference is for lit_ft.PreferenceLM" in run("check", *arguments, code=1)
+    output = run("check", *arguments, "--model", "lit_ft.PreferenceLM")
     assert re.search(r"train: rows +preference +6 +5 .* 100.0%", output)
     assert "template round trip, rows: 12 of 12 conversations" in output
     assert "learns to prefer the <mark>marked</mark> tokens of chosen answers to those of" in page.read_text()
@@ -373,9 +378,25 @@ def test_of_answers_of_the_models_own_the_known_one_is_shown(
     output = run("check", *arguments, *policy, "--samples", "1", "--html", str(page))
     assert "trained on: 8 answers of its own to each prompt, by GRPO(scale_rewards=True) of ExactAnswer()" in output
     assert "answers per step: 16 answers of up to 9 tokens (model.max_new_tokens)" in output
+    assert "rewards of known answers: ExactAnswer 1 (mean of the first 2)" in output
     assert "end tokens of known answers: '<|im_end|>' in 3 of 3 samples" in output
     assert re.search(r"sample 1 \(known answer in green, between » and «\)[^»]*cup[^»]*»lamp<", output)
     assert "the <mark>marked</mark> tokens are the known answer; the others are the prompt" in (page.read_text())
+
+
+def test_what_the_model_cannot_train_on_is_a_problem(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    """Where `fit` refuses it: rewards that fail on known answers, cut ones, and data without pairs."""
+    path = write_rows([{"instruction": "What is red?", "output": "the red book on the table"}] * 4)
+    arguments = recipe(tmp_path, model_folder, {"path": path, "micro_batch_size": 2})
+    policy = ["--model", "lit_ft.PolicyLM", "--model.rewards", "[lit_ft.FinalNumber]"]
+    output = run("check", *arguments, *policy, code=1)
+    assert re.search(r"wrong: model.rewards: FinalNumber compares .*'the red book on the table' has none", output)
+    output = run("check", *arguments, *policy, "--data.max_length", "30", code=1)
+    assert "wrong: data.overlong=truncate: data.max_length=30 cuts 4 of 4 known answers of train" in output
+    output = run("check", *arguments, "--model", "lit_ft.PreferenceLM", code=1)
+    assert "wrong: PreferenceLM trains on pairs of a better and a worse answer" in output
 
 
 def test_pairs_are_not_converted(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:

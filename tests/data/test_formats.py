@@ -718,7 +718,7 @@ def test_what_is_not_read_is_said() -> None:
     named = {"talk": [turn("user", "q", name="Ann"), SAY], "system": "s", "label": 0, "id": "3"}
     encoded = tokenization.encode([named, {"talk": [ASK, SAY], "label": 1, "empty": "", "source": "web"}])
     assert tokenization.describe(encoded.notes, 2)[1:] == [
-        "columns that are not read: 'label' (in 2 rows), 'source' (in 1 row)",
+        "columns that the model does not see: 'label' (in 2 rows), 'source' (in 1 row)",
         "keys of turns that the chat template of '' does not use: 'name' (in 1 row)",
     ]
 
@@ -730,7 +730,7 @@ def test_a_column_of_conversations_is_not_read_beside_texts(text: Any) -> None:
     tokenization = Tokenization(make_tokenizer(), find_format(text))
     *_, unread = text
     assert tokenization.describe(tokenization.encode([text]).notes, 1) == [
-        f"columns that are not read: {unread!r} (in 1 row)"
+        f"columns that the model does not see: {unread!r} (in 1 row)"
     ]
 
 

@@ -289,14 +289,14 @@ def test_notes_count_a_pair_once(write_rows: Any, caplog: pytest.LogCaptureFixtu
     row = {"prompt": [turn("user", "{{name}}", more=1)], **ANSWERS, "score": 3}
     load(write_rows, [row])
     assert "1 of 1 row: holds placeholders" in caplog.text
-    assert "columns that are not read: 'score' (in 1 row)" in caplog.text
+    assert "columns that the model does not see: 'score' (in 1 row)" in caplog.text
     assert re.search(r"keys of turns that .* does not use: 'more' \(in 1 row\)", caplog.text)
 
 
 def test_a_prompt_that_is_not_read_is_said(write_rows: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
     load(write_rows, [SHAPES["UltraFeedback"][0]])
-    assert "columns that are not read: 'messages' (in 1 row)" in caplog.text
+    assert "columns that the model does not see: 'messages' (in 1 row)" in caplog.text
 
 
 def test_a_template_that_rewrites_answers(write_rows: Any) -> None:

@@ -1,8 +1,8 @@
 """Tokenized data: flat arrays, in memory or memory-mapped from disk, and a view of samples of several sources."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import SEEK_END
 from pathlib import Path
@@ -185,6 +185,8 @@ class Samples:
     partners: np.ndarray | None = None
     """``(samples, 2)``: source and index of the sample whose answer stands beside the prompt of each in ``mismatched``;
     None before ``with_partners``."""
+    columns: "Sequence[Mapping[int, Mapping[str, object]]] | None" = None
+    """By source and row: values of columns that rewards read, by name; None where no reward reads one."""
     lengths: np.ndarray = field(init=False)
     """``(samples,)``, tokens per sample."""
     supervised: np.ndarray = field(init=False)
@@ -272,7 +274,7 @@ class Samples:
             raise ValueError("all samples answer one prompt")
         found = (changes[np.searchsorted(changes, np.arange(count)) % len(changes)] + 1) % count
         partners = np.stack([self.source[found], self.index[found]], axis=1)
-        return Samples(self.parts, self.names, self.source, self.index, partners)
+        return replace(self, partners=partners)
 
     def mismatched(self, index: int) -> Conversation:
         """A pair's prompt with the answer of its partner, which alone is supervised.
@@ -298,7 +300,7 @@ class Samples:
     def take(self, chosen: np.ndarray) -> "Samples":
         """Select samples; ``chosen`` is a mask or an array of indices."""
         partners = None if self.partners is None else self.partners[chosen]
-        return Samples(self.parts, self.names, self.source[chosen], self.index[chosen], partners)
+        return replace(self, source=self.source[chosen], index=self.index[chosen], partners=partners)
 
     def ids(self, chosen: Sequence[int]) -> list[str]:
         """Ids of samples: ``source:row``, or ``row`` where there is one source; later pieces of a row add ``.1``."""
@@ -322,6 +324,11 @@ class Samples:
     def sources_of(self, chosen: Sequence[int]) -> list[str]:
         """Source name of each sample, empty where there is one source."""
         return [self.names[self.source[i]] if self.names else "" for i in chosen]
+
+    def columns_of(self, chosen: Sequence[int]) -> list[Mapping[str, object]]:
+        """Values of the columns that rewards read, of the row of each sample."""
+        assert self.columns is not None, "some reward reads columns"
+        return [self.columns[self.source[i]][int(self.rows[i])] for i in chosen]
 
     def digests(self) -> np.ndarray:
         """Digest of each sample, ``(samples,)``, uint64; equal for samples of equal ids and labels."""

@@ -157,7 +157,7 @@ class Tokenization:
             of = f"the {subject}s of {as_count(rows, 'row')}" if is_of_rows else as_count(rows, subject)
             lines.append(f"{notes[name]:,} of {of}: {rest}")
         for kind, what in (
-            (_COLUMN, "columns that are not read"),
+            (_COLUMN, "columns that the model does not see"),
             (_KEY, f"keys of turns that {words['template']} does not use"),
         ):
             counts = [(name.removeprefix(kind), notes[name]) for name in sorted(notes) if name.startswith(kind)]

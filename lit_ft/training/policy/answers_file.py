@@ -8,6 +8,7 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.step_lines import add_lines, drop_after_step
 
+from lit_ft.training.policy.rewards import SampledAnswer
 from lit_ft.training.policy.rollouts import Rollouts
 
 NAME = "sampled_answers.jsonl"
@@ -42,7 +43,7 @@ class AnswersFile:
         each = rollouts.total.shape[1]
         rewards, parts = rollouts.total[0].tolist(), rollouts.rewards[:, 0].T.tolist()
         lines = [
-            {"step": step, **one._asdict(), **self._judged(reward, of_one)}
+            {"step": step, **_shown(one), **self._judged(reward, of_one)}
             for one, reward, of_one in zip(rollouts.answers[:each], rewards, parts, strict=True)
         ]
         self._write(trainer, lambda path: add_lines(path, lines))
@@ -55,3 +56,8 @@ class AnswersFile:
         if not self._is_unwritable:
             what = f"cannot write sampled answers to {str(path)!r}, and stops writing them; give another --run_dir"
             self._is_unwritable = not written(what, lambda: write(path))
+
+
+def _shown(answer: SampledAnswer) -> dict[str, object]:
+    """What a line shows of an answer: all but columns of the data, which need not be JSON."""
+    return {name: value for name, value in answer._asdict().items() if name != "columns"}

@@ -93,7 +93,7 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         self.answers_per_prompt, self.answers_at_once = answers_per_prompt, answers_at_once
         self.train_on_cut_answers, self.kl_weight = train_on_cut_answers, kl_weight
         _check_kl(kl_weight, self.spec.tuning)
-        names = _unlike([reward.name for reward in self.rewards])
+        self.reward_names = names = _unlike([reward.name for reward in self.rewards])
         of_steps = (f"train/{name}" for name in (*OF_GROUPS, *(["kl"] if kl_weight else [])))
         of_known = (f"{split}/{name}" for split in ("val", "test") for name in CausalLM.measured)
         self.measured = (*OF_ANSWERS, *(f"rewards/{name}" for name in names), *of_steps, *of_known)
@@ -110,18 +110,23 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         check_positions(config, longest, what, f"model.pretrained={self.spec.base.pretrained!r}", fix, virtual)
 
     def setup(self, stage: str) -> None:
-        """Try the rewards on known answers of the data, before weights are read.
+        """Try the rewards on known answers of the data, before weights are read."""
+        super().setup(stage)
+        self.check_data(datamodule_of(self._trainer), stage)
+
+    def check_data(self, data: object, stage: str) -> None:
+        """Try the rewards on known answers of the data; see ``ChecksData``."""
+        if stage == "fit" and isinstance(data, GivesFirstBatches):
+            self.rewards_of_known(data)
+
+    def rewards_of_known(self, data: GivesFirstBatches) -> dict[str, list[float]]:
+        """Rewards of the known answers of the first micro-batch, by the names of the rewards in metrics.
 
         Raises:
             RecipeError: samples have no prompt, or a reward fails.
         """
-        super().setup(stage)
-        data = datamodule_of(self._trainer)
-        if stage == "fit" and isinstance(data, GivesFirstBatches):
-            for batch in data.first_batches(1):
-                known = self.known_answers(asked_of(batch))
-                for reward in self.rewards:
-                    rewards_of(reward, known)
+        known = [one for batch in data.first_batches(1) for one in self.known_answers(asked_of(batch))]
+        return dict(zip(self.reward_names, (rewards_of(reward, known) for reward in self.rewards), strict=True))
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -239,6 +244,11 @@ def _checked(rewards: list[Reward] | None, factors: list[float] | None) -> tuple
         raise RecipeError(
             "model.rewards is not set; say what an answer is worth, e.g. rewards: [{class_path: lit_ft.ExactAnswer}]"
         )
+    for reward in rewards:
+        if isinstance(reward.columns, str) or not all(isinstance(name, str) for name in reward.columns):
+            raise RecipeError(
+                f"model.rewards: {reward.name}.columns={reward.columns!r} must list names of columns, e.g. ('tests',)"
+            )
     if factors is not None and len(factors) != len(rewards):
         raise RecipeError(
             f"model.reward_weights={factors} has {len(factors)} numbers for {len(rewards)} rewards; give one for each"

@@ -3,8 +3,9 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import NamedTuple, SupportsFloat
 
 import torch
@@ -28,10 +29,15 @@ class SampledAnswer(NamedTuple):
     """Number of the answer's tokens, with the one that ended it."""
     finish_reason: FinishReason | None
     """What ended it: stop (the model itself) or length (``max_new_tokens``)."""
+    columns: Mapping[str, object] = MappingProxyType({})
+    """Values of the prompt's row, of the columns that rewards name; None where the row has none."""
 
 
 class Reward(ABC):
     """Rewards of answers."""
+
+    columns: Sequence[str] = ()
+    """Names of columns of the data that it reads in the ``columns`` of answers."""
 
     @abstractmethod
     def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
@@ -218,6 +224,11 @@ def rewards_of(reward: Reward, answers: Sequence[SampledAnswer]) -> list[float]:
     Raises:
         RecipeError: the reward fails, or gives something else than one finite number for each.
     """
+    if missing := [name for name in reward.columns if any(name not in one.columns for one in answers)]:
+        raise RecipeError(
+            f"model.rewards: {reward.name} reads the column {missing[0]!r}, and the data module gives none with its "
+            "batches; take lit_ft.TextDataModule, or give sample_columns (lit_ft.packed_batch.PackedBatch)"
+        )
     with explained("model.rewards", f"fix {reward.name}"):
         found = list(reward.of(tuple(answers)))
     if len(found) != len(answers):

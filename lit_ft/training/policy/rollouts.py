@@ -1,7 +1,8 @@
 """From a batch of the data to the answers that the model gives to its prompts, and the batch that trains on them."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +27,13 @@ class Asked(NamedTuple):
     """Tokens of that run."""
     source: int
     """Source of the sample, an index into the batch's ``source_names``."""
+    columns: Mapping[str, object] = MappingProxyType({})
+    """Values of columns of the sample's row that rewards read."""
 
     @property
-    def key(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Equal for equal prompts with equal known answers."""
-        return tuple(self.prompt), tuple(self.expected)
+    def key(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        """Equal for equal prompts with equal known answers and columns."""
+        return tuple(self.prompt), tuple(self.expected), repr(dict(self.columns))
 
     def seed(self, step: int, answer: int) -> int:
         """Seed of the draws of an answer in an optimizer step: it depends on no rank and no batch."""
@@ -45,8 +48,9 @@ def asked_of(batch: PackedBatch) -> list[Asked]:
         RecipeError: a sample has no prompt before its answer.
     """
     ids, sources = batch["input_ids"][0].tolist(), batch["target_sources"].tolist()
+    columns = batch.get("sample_columns", [Asked._field_defaults["columns"]] * len(batch["segment_lengths"]))
     supervised, found, start = batch["predict_at"].cpu().numpy() + 1, [], 0
-    for length in batch["segment_lengths"]:
+    for length, of_row in zip(batch["segment_lengths"], columns, strict=True):
         first, end = np.searchsorted(supervised, [start, start + length])
         if first < end:
             own = supervised[first:end]
@@ -58,9 +62,19 @@ def asked_of(batch: PackedBatch) -> list[Asked]:
                     "the model answers prompts, and a sample of the data is supervised from its second token on: it "
                     "has no prompt; give conversations or instructions, and leave data.supervise=all out"
                 )
-            found.append(Asked(ids[start:begins], ids[begins:ends], sources[first]))
+            found.append(Asked(ids[start:begins], ids[begins:ends], sources[first], of_row))
         start += length
     return found
+
+
+def asked_in_window(batch: PackedBatch) -> list[Asked]:
+    """Prompts of all samples of this rank in the optimizer step whose first micro-batch is given."""
+    if not (members := batch.get("window_members", ())):
+        return []
+    window = pack_samples(members)
+    if "window_columns" in batch:
+        window["sample_columns"] = batch["window_columns"]
+    return asked_of(window)
 
 
 class Rollouts(NamedTuple):

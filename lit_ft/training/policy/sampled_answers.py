@@ -1,6 +1,6 @@
 """Part of a LightningModule that answers prompts of its data, and trains on the answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -11,11 +11,11 @@ from lit_ft import process
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.model.generation import GeneratedAnswer, Sampling, has_marks
-from lit_ft.packed_batch import PackedBatch, pack_samples
+from lit_ft.packed_batch import PackedBatch
 from lit_ft.training.answering import AnsweringModule, AnswerOptions
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
-from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_of, of_replicas_leader
+from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_in_window, asked_of, of_replicas_leader
 
 
 class SampledAnswersModule(AnsweringModule):
@@ -45,6 +45,11 @@ class SampledAnswersModule(AnsweringModule):
                 "trains on answers of its own; leave LossLedger out"
             )
 
+    @property
+    def columns_of_rewards(self) -> Mapping[str, str]:
+        """Names of columns of the data that rewards read, each with the name of a reward that does."""
+        return {column: reward.name for reward in self.rewards for column in reward.columns}
+
     def on_train_start(self) -> None:
         """Begin the file of answers."""
         super().on_train_start()
@@ -65,9 +70,7 @@ class SampledAnswersModule(AnsweringModule):
             alone = self.rollouts(asked, each, sampling, bool(batch["segment_lengths"]))
             return alone, alone
         if self._of_step is None or is_at_start_of_step(self.trainer):
-            members = batch.get("window_members", ())
-            of_window = asked_of(pack_samples(members)) if members else []
-            self._of_step = self.rollouts(of_window, each, sampling)
+            self._of_step = self.rollouts(asked_in_window(batch), each, sampling)
         return self._of_step.take(asked), self._of_step
 
     def rollouts(self, asked: Sequence[Asked], each: int, sampling: Sampling, is_computed: bool = True) -> Rollouts:
@@ -103,10 +106,10 @@ class SampledAnswersModule(AnsweringModule):
     def _sampled(
         self, asked: Sequence[Asked], texts: Sequence[str], answers: Sequence[GeneratedAnswer]
     ) -> list[SampledAnswer]:
-        known = self._texts([one.expected for one in asked])
+        known, columns = self._texts([one.expected for one in asked]), [one.columns for one in asked]
         each = len(answers) // max(len(asked), 1)
         return [
-            SampledAnswer(text, one.text.strip(), known[i // each], len(one.ids), one.finish_reason)
+            SampledAnswer(text, one.text.strip(), known[i // each], len(one.ids), one.finish_reason, columns[i // each])
             for i, (text, one) in enumerate(zip(texts, answers, strict=True))
         ]
 
@@ -124,7 +127,9 @@ class SampledAnswersModule(AnsweringModule):
         prompts = self.tokenizer.batch_decode([one.prompt for one in asked])
         texts = self._texts([one.expected for one in asked])
         parts = zip(prompts, texts, asked, strict=True)
-        return [SampledAnswer(prompt, text, text, len(one.expected), "stop") for prompt, text, one in parts]
+        return [
+            SampledAnswer(prompt, text, text, len(one.expected), "stop", one.columns) for prompt, text, one in parts
+        ]
 
     def _texts(self, answers: Sequence[list[int]]) -> list[str]:
         decoded = self.tokenizer.batch_decode(answers, skip_special_tokens=not has_marks(self.tokenizer))

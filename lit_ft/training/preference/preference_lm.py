@@ -80,13 +80,13 @@ class PreferenceLM(CausalLM):
         return f"{what} by `{self.objective!r}`"
 
     def setup(self, stage: str) -> None:
-        """Refuse data that is no pairs.
-
-        Raises:
-            RecipeError: it is none.
-        """
+        """Refuse data that is no pairs."""
         super().setup(stage)
-        data = datamodule_of(self._trainer)
+        self.check_data(datamodule_of(self._trainer), stage)
+        self._reference.begin()
+
+    def check_data(self, data: object, stage: str) -> None:
+        """Refuse data that is no pairs; see ``ChecksData``."""
         if stage in ("fit", "validate", "test") and not (isinstance(data, GivesPairs) and data.has_pairs):
             judged = ", or unpaired_preference (rows of prompt, completion, label)," if self.takes_unpaired else ""
             raise RecipeError(
@@ -101,7 +101,6 @@ class PreferenceLM(CausalLM):
                 "single ones (data.format=unpaired_preference); set model.objective to lit_ft.KTO, or give rows of "
                 "prompt, chosen and rejected (data.format=preference)"
             )
-        self._reference.begin()
 
     # --- step ------------------------------------------------------------------------------------
 
