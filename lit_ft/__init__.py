@@ -3,11 +3,11 @@
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of
 its mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on better and worse answers by an objective (``DPO``,
 ``IPO``, ``SimPO``, ``ORPO``, ``KTO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``,
-``DAPO``, ``RLOO``) and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``),
-``DistillationLM`` and ``OnPolicyDistillationLM`` on a teacher's probabilities, by a divergence (``ForwardKL``,
-``ReverseKL``, ``JensenShannon``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that compare
-answers, ``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the error
-that a user can correct. LoRA::
+``DAPO``, ``RLOO``) and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``,
+``RewardModel``), ``DistillationLM`` and ``OnPolicyDistillationLM`` on a teacher's probabilities, by a divergence
+(``ForwardKL``, ``ReverseKL``, ``JensenShannon``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that
+compare answers, ``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the
+error that a user can correct. LoRA::
 
     from lightning.pytorch import Trainer
     from peft import LoraConfig
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lit_ft.training.optimizers.initial_state import InitialAdamState
     from lit_ft.training.policy.algorithms import DAPO, GRPO, RLOO, DrGRPO
     from lit_ft.training.policy.policy_lm import PolicyLM
+    from lit_ft.training.policy.reward_model import RewardModel
     from lit_ft.training.policy.rewards import ExactAnswer, FinalNumber, Matches, OverlongPenalty, Similarity
     from lit_ft.training.preference.objectives import DPO, IPO, KTO, ORPO, SimPO
     from lit_ft.training.preference.preference_lm import PreferenceLM
@@ -73,6 +74,7 @@ __all__ = [
     "PreferenceLM",
     "RecipeError",
     "ReverseKL",
+    "RewardModel",
     "SimPO",
     "Similarity",
     "Source",
@@ -105,6 +107,7 @@ _HOME = {
     "PreferenceLM": "lit_ft.training.preference.preference_lm",
     "RecipeError": "lit_ft.errors",
     "ReverseKL": "lit_ft.training.distillation.divergences",
+    "RewardModel": "lit_ft.training.policy.reward_model",
     "SimPO": "lit_ft.training.preference.objectives",
     "Similarity": "lit_ft.training.policy.rewards",
     "Source": "lit_ft.data.text.sources",

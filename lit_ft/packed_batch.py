@@ -12,7 +12,8 @@ and in no other.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypedDict, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
 import torch
@@ -28,6 +29,17 @@ IGNORE_INDEX = -100
 
 Conversation = tuple[np.ndarray, np.ndarray]
 """Ids and labels of a sample, each ``(tokens,)``, labels unshifted."""
+
+
+class RowValues(NamedTuple):
+    """What rewards read of the row that a sample was made of."""
+
+    columns: Mapping[str, object] = MappingProxyType({})
+    """Values by the names of their columns; None where the row has none."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Turns before the last supervised answer, each with role and content."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas of the functions that may be called."""
 
 
 class PackedBatch(TypedDict, total=False):
@@ -62,8 +74,8 @@ class PackedBatch(TypedDict, total=False):
     """S names of sources (P of pairs), each empty where there is one source; present with ``sample_ids``."""
     sample_targets: Sequence[int]
     """S numbers of supervised tokens (P of pairs, of both answers); present with ``sample_ids``."""
-    sample_columns: "Sequence[Mapping[str, object]]"
-    """S times the values of columns of the sample's row, by name, where rewards read columns."""
+    sample_rows: Sequence[RowValues]
+    """S times what rewards read of the sample's row; absent where they read nothing of it."""
     is_local: Tensor
     """``(n of the full batch,)``, bool: targets on this rank, where the tokens are sharded across ranks."""
     token_group: ProcessGroup
@@ -96,8 +108,8 @@ class PackedBatch(TypedDict, total=False):
     window_members: Sequence[Conversation]
     """Ids and labels of all samples of this rank in the window, in its first micro-batch, where a module answers their
     prompts at once."""
-    window_columns: "Sequence[Mapping[str, object]]"
-    """The ``sample_columns`` of ``window_members``."""
+    window_rows: Sequence[RowValues]
+    """The ``sample_rows`` of ``window_members``."""
     window_mismatched: "Sequence[PackedBatch]"
     """Where a module needs the divergence, in the first micro-batch of a window: for each one of this rank its pairs'
     prompts, each with an answer to another one, as the chosen one of a pair without a rejected one. Micro-batches that

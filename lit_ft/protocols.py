@@ -225,6 +225,18 @@ class LearnsPreferences(Protocol):
         """Text on what answers train it, and by which objective."""
 
 
+class RowNeeds(NamedTuple):
+    """What rewards read of the rows of the data."""
+
+    columns: Mapping[str, str]
+    """Names of columns, each with that of a reward that reads it."""
+    messages: str | None
+    """Name of a reward that reads the turns of conversations; None where none does."""
+
+    def __bool__(self) -> bool:
+        return bool(self.columns or self.messages)
+
+
 @runtime_checkable
 class SamplesAnswers(Protocol):
     """Module that answers the prompts of a batch, and trains on its answers."""
@@ -233,8 +245,8 @@ class SamplesAnswers(Protocol):
     max_new_tokens: int
 
     @property
-    def columns_of_rewards(self) -> Mapping[str, str]:
-        """Names of columns of the data that rewards read, each with the name of a reward that does."""
+    def row_needs(self) -> RowNeeds:
+        """What rewards read of the rows of the data."""
 
     def describe_policy(self) -> str:
         """Text on how many answers train it, and by which rewards."""

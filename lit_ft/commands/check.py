@@ -209,11 +209,11 @@ class CheckCLI(RecipeCLI):
             data.check_samples_for(self.model, "fit")
             if isinstance(self.model, PolicyLM):
                 rewards = self.model.rewards_of_known(data)
-                means = [f"{name} {sum(values) / len(values):g}" for name, values in rewards.items()]
-                count = len(next(iter(rewards.values())))
-                self.report.facts["rewards of known answers"] = f"{', '.join(means)} (mean of the first {count:,})"
-            elif isinstance(self.model, ChecksData):
-                self.model.check_data(data, "fit")
+                means = [f"{name} {sum(one) / len(one):g} (of {len(one):,})" for name, one in rewards.items()]
+                means += [f"{name} not tried" for name in self.model.reward_names if name not in rewards]
+                self.report.facts["mean rewards of known answers"] = ", ".join(means)
+            if isinstance(self.model, ChecksData):
+                self.model.check_data(data, "validate")
 
     @contextmanager
     def _as_problem(self) -> Iterator[None]:

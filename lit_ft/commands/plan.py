@@ -36,6 +36,7 @@ from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.parallel.mesh import MeshSizes
 from lit_ft.strategies.sharded import ShardedStrategy
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.policy.policy_lm import PolicyLM
 from lit_ft.tuning.lora import expert_lora
 
 GIB = 2**30
@@ -208,6 +209,8 @@ class PlanCLI(RecipeCLI):
         """Say whether the memory of a device is enough, if it is given; exit code 1 if not."""
         if isinstance(self.model, SamplesAnswers):
             print("keys and values of the answers that are generated together (model.answers_at_once) come on top too")
+        if isinstance(self.model, PolicyLM) and (names := [one.name for one in self.model.rewards if one.uses_device]):
+            print(f"so do the weights of {', '.join(names)} (model.rewards)")
         if self.memory_gib is None:
             print("does it fit? give the memory of a device: --memory_gib N")
             return

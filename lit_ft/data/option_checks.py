@@ -10,6 +10,7 @@ from lit_ft.data.text.formats import OF_PAIRS
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.errors import RecipeError, check_counts
+from lit_ft.protocols import RowNeeds
 
 DEFAULT_SHUFFLE_BUFFER = 10_000
 """Rows that streaming shuffles at a time, where a recipe says nothing."""
@@ -83,26 +84,25 @@ def check_prompts(**counted: int | None) -> None:
             )
 
 
-def check_answered_stream(preparation: Preparation, readers: Mapping[str, str]) -> None:
+def check_answered_stream(preparation: Preparation, needs: RowNeeds) -> None:
     """Refuse options of a stream whose prompts the model answers.
 
     Args:
         preparation: treatment of its rows.
-        readers: names of columns of the data that rewards read, and of a reward that reads each.
+        needs: what rewards read of rows.
 
     Raises:
-        RecipeError: known answers would be cut, or a reward reads a column.
+        RecipeError: known answers would be cut, or a reward reads more than tokens.
     """
     if preparation.max_length is not None and preparation.overlong == "truncate":
         raise RecipeError(
             "data.overlong=truncate would cut known answers of the stream, whose prompts the model answers; set "
             "data.overlong=drop"
         )
-    for name, reader in readers.items():
-        raise RecipeError(
-            f"model.rewards: {reader} reads the column {name!r}, and data.streaming=true gives tokens alone; set it to "
-            "false"
-        )
+    reads = [f"{reader} reads the column {name!r}" for name, reader in needs.columns.items()]
+    reads += [f"{needs.messages} reads the turns of conversations"] if needs.messages else []
+    if reads:
+        raise RecipeError(f"model.rewards: {reads[0]}, and data.streaming=true gives tokens alone; set it to false")
 
 
 def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streaming: bool) -> None:

@@ -1,24 +1,26 @@
 """Data sets of training, validation and test, which are read, checked and tokenized when a stage needs them."""
 
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
+from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
 from lit_ft.data.questions import asked_by, questions_of
 from lit_ft.data.text.chat_template import set_chat_template
-from lit_ft.data.text.formats import Chat, Text, good_answer_of
+from lit_ft.data.text.formats import Chat, JsonObject, Text, good_answer_of
 from lit_ft.data.text.rendering import expected_answer, prompt_of, through_last_supervised_answer
-from lit_ft.data.text.sources import Source, shared_content
+from lit_ft.data.text.sources import RawRow, Source, shared_content
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, held_out_samples, join
 from lit_ft.errors import BadRow, RecipeError
-from lit_ft.protocols import Question
+from lit_ft.packed_batch import RowValues
+from lit_ft.protocols import Question, RowNeeds
 
 
 class DataSplits(UserDict[str, Samples]):
@@ -97,34 +99,47 @@ class DataSplits(UserDict[str, Samples]):
                     "reference; give rows of more prompts, or take lit_ft.DPO with pairs"
                 ) from error
 
-    def read_columns(self, readers: Mapping[str, str]) -> None:
-        """Read columns that rewards name, of the rows of all splits that were read; each file is read once more.
-
-        Args:
-            readers: names of the columns, and of a reward that reads each.
+    def read_values(self, needs: RowNeeds) -> None:
+        """Read what rewards need of the rows of all splits that were read; each file is read once more.
 
         Raises:
-            RecipeError: no row of a split's sources has one of them.
+            RecipeError: no row of a split's sources has a column that they name, or a row is no conversation.
         """
         for split, samples in self.items():
-            if samples.columns is not None:
+            if samples.values is not None:
                 continue
-            columns, present = list[dict[int, dict[str, object]]](), set[str]()
+            values, present = list[dict[int, RowValues]](), set[str]()
             for number, prepared in enumerate(self.prepared[split]):
-                columns.append(of_source := {})
+                values.append(of_source := {})
                 chosen = set(samples.rows[samples.source == number].tolist())
-                for row_number, (_, row) in enumerate(prepared.source.rows()):
+                for row_number, (location, row) in enumerate(prepared.source.rows()):
                     if isinstance(row, BadRow):
                         continue
                     present |= {name for name, value in row.items() if value is not None}
                     if row_number in chosen:
-                        of_source[row_number] = {name: row.get(name) for name in readers}
-            if missing := [name for name in readers if name not in present]:
+                        columns = {name: row.get(name) for name in needs.columns}
+                        turns = self._turns(prepared.source, row, location, needs.messages) if needs.messages else ()
+                        of_source[row_number] = RowValues(columns, *turns)
+            if missing := [name for name in needs.columns if name not in present]:
                 raise RecipeError(
-                    f"model.rewards: {readers[missing[0]]} reads the column {missing[0]!r}, which no row of the "
+                    f"model.rewards: {needs.columns[missing[0]]} reads the column {missing[0]!r}, which no row of the "
                     f"data of {split} has; the columns are {', '.join(sorted(present)) or 'none'}"
                 )
-            self[split] = replace(samples, columns=columns)
+            self[split] = replace(samples, values=values)
+
+    def _turns(
+        self, source: Source, row: RawRow, location: str, reader: str
+    ) -> tuple[list[Message], list[JsonObject] | None]:
+        """Turns of a row's conversation before its last supervised answer, and its tools."""
+        tokenization = self.preparation.tokenization(source)
+        example = tokenization.example(row)
+        chat = through_last_supervised_answer(example, tokenization.supervise) if isinstance(example, Chat) else None
+        if chat is None:
+            raise RecipeError(
+                f"model.rewards: {reader} reads the turns of conversations, and {location} is none; give data with "
+                "turns, or take another reward"
+            )
+        return chat.messages[:-1], chat.tools
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

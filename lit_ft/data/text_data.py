@@ -307,7 +307,7 @@ class TextDataModule(LightningDataModule):
         if isinstance(module, SamplesAnswers):
             check_prompts(packing=self.packing, micro_batch_tokens=self.micro_batch_tokens)
             if self.streaming:
-                check_answered_stream(self.splits.preparation, module.columns_of_rewards)
+                check_answered_stream(self.splits.preparation, module.row_needs)
         if isinstance(module, LimitsLengths):
             module.check_length("data.max_length", self.requested_length)
 
@@ -321,8 +321,8 @@ class TextDataModule(LightningDataModule):
             module.check_length("the longest sample", self.splits.longest_sample)
         if isinstance(module, SamplesAnswers):
             self.splits.check_prompts()
-            if stage != "predict" and (columns := module.columns_of_rewards):
-                self.splits.read_columns(columns)
+            if stage != "predict" and (needs := module.row_needs):
+                self.splits.read_values(needs)
         if isinstance(module, LearnsPreferences) and module.needs_divergence and stage != "predict":
             self.splits.find_partners()
 

@@ -9,10 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jinja2.defaults import DEFAULT_FILTERS
 from jinja2.filters import do_round
@@ -102,7 +102,12 @@ class Rendering:
             raise _refused(self._template, f"takes over {BYTES / 2**30:g} GiB of memory") from error
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False) -> str:
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    generation: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Render a conversation with a tokenizer's chat template, within the limits.
 
     Raises:
@@ -110,7 +115,9 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], gen
     """
     name = f"the chat template of {tokenizer.name_or_path!r}"
     with Rendering(name):
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation))
+        text = str(
+            tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation)
+        )
     check_length(name, text, len(str(messages)))
     return text
 

@@ -282,7 +282,7 @@ _CLASSES_BELOW = {
     "model.algorithm": ("lit_ft.GRPO",),
     "model.objective": ("lit_ft.DPO", "lit_ft.IPO", "lit_ft.SimPO", "lit_ft.KTO"),
     "model.divergence": ("lit_ft.ForwardKL", "lit_ft.JensenShannon"),
-    "model.rewards": ("lit_ft.Matches", "lit_ft.OverlongPenalty"),
+    "model.rewards": ("lit_ft.Matches", "lit_ft.OverlongPenalty", "lit_ft.RewardModel"),
     "model.token_weights": ("lit_ft.DFT",),
 }
 """Classes whose options are looked for where an option is unknown, by the option that takes the class."""

@@ -378,7 +378,7 @@ def test_of_answers_of_the_models_own_the_known_one_is_shown(
     output = run("check", *arguments, *policy, "--samples", "1", "--html", str(page))
     assert "trained on: 8 answers of its own to each prompt, by GRPO(scale_rewards=True) of ExactAnswer()" in output
     assert "answers per step: 16 answers of up to 9 tokens (model.max_new_tokens)" in output
-    assert "rewards of known answers: ExactAnswer 1 (mean of the first 2)" in output
+    assert "mean rewards of known answers: ExactAnswer 1 (of 2)" in output
     assert "end tokens of known answers: '<|im_end|>' in 3 of 3 samples" in output
     assert re.search(r"sample 1 \(known answer in green, between » and «\)[^»]*cup[^»]*»lamp<", output)
     assert "the <mark>marked</mark> tokens are the known answer; the others are the prompt" in (page.read_text())

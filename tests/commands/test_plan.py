@@ -368,6 +368,10 @@ def test_plan_of_answers(recipe: str, capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert "a packed batch has at most 3,200 tokens" in out  # 4 prompts of 64 tokens, 8 answers of 36 to each
     assert "keys and values of the answers that are generated together (model.answers_at_once) come on top" in out
+    assert "RewardModel" not in out
+    judged = "[{class_path: lit_ft.RewardModel, init_args: {pretrained: x}}]"
+    assert plan(*one, *policy, "--model.rewards", judged) == 0
+    assert "so do the weights of RewardModel (model.rewards)" in capsys.readouterr().out
     assert plan(*one) == 0
     assert "answers" not in capsys.readouterr().out
 

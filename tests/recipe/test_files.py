@@ -275,8 +275,8 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "reinforcement learning that is not here": (
         "ppo.yaml",
         "model: x\nrlhf_type: ppo\nreward_model: y\nnum_ppo_epochs: 4\n",
-        "leave out rlhf_type, reward_model, num_ppo_epochs; there is no rlhf_type: ppo here, of preference tuning "
-        "there are dpo, ipo, kto, orpo, simpo (docs/preferences.md), of policy optimization there are dapo, dr_grpo",
+        "leave out rlhf_type, num_ppo_epochs; there is no rlhf_type: ppo here, of preference tuning there are dpo, "
+        "ipo, kto, orpo, simpo (docs/preferences.md), of policy optimization there are dapo, dr_grpo",
     ),
     "a reward model of LLaMA-Factory": (
         "rm.yaml",

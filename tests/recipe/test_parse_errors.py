@@ -41,7 +41,8 @@ TYPED: dict[str, str] = {
     "fit --model.token_weights lit_ft.training.loss.token_weights.TokenWeights": "TokenWeights lacks methods that its",
     "fit --model lit_ft.PreferenceLM --model.objective lit_ft.DFT": "lit_ft.DFT is no Objective; take lit_ft.DPO, lit_",
     "fit --model lit_ft.PolicyLM --model.rewards '[{class_path: lit_ft.GRPO}]'": "lit_ft.GRPO is no Reward; take "
-    "lit_ft.ExactAnswer, lit_ft.FinalNumber, lit_ft.Matches, lit_ft.OverlongPenalty or lit_ft.Similarity, or another",
+    "lit_ft.ExactAnswer, lit_ft.FinalNumber, lit_ft.Matches, lit_ft.OverlongPenalty, lit_ft.RewardModel or "
+    "lit_ft.Similarity, or another",
     "fit --model lit_ft.PolicyLM --model.rewards '[lit_ft.GRPO]'": "rewards: lit_ft.GRPO is no Reward; take lit_ft",
     "fit --model lit_ft.PolicyLM --model.algorithm '{class_path: torch.nn.Linear}'": "torch.nn.Linear is no Algorithm; "
     "take lit_ft.DAPO, lit_ft.DrGRPO, lit_ft.GRPO or lit_ft.RLOO, or another class that derives from it",

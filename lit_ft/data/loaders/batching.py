@@ -211,8 +211,8 @@ def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
         batch["window_mismatched"] = [_packed(*one, samples, _mismatched_in(samples)) for one in computed]
     elif shown:
         batch["window_members"] = [samples[i] for i in shown]
-        if samples.columns is not None:
-            batch["window_columns"] = samples.columns_of(shown)
+        if samples.values is not None:
+            batch["window_rows"] = samples.values_of(shown)
     batch["source_names"] = samples.names
     return batch
 
@@ -254,8 +254,8 @@ class _PackedBatches(Dataset[PackedBatch]):
             batch["sample_ids"] = self.samples.ids(members)
             batch["sample_sources"] = self.samples.sources_of(members)
             batch["sample_targets"] = sample_targets(batch)
-            if self.samples.columns is not None:
-                batch["sample_columns"] = self.samples.columns_of(members)
+            if self.samples.values is not None:
+                batch["sample_rows"] = self.samples.values_of(members)
         return batch
 
 

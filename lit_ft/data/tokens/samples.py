@@ -11,7 +11,7 @@ import numpy as np
 import xxhash  # comes with datasets
 
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import IGNORE_INDEX, Conversation
+from lit_ft.packed_batch import IGNORE_INDEX, Conversation, RowValues
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class Samples:
     partners: np.ndarray | None = None
     """``(samples, 2)``: source and index of the sample whose answer stands beside the prompt of each in ``mismatched``;
     None before ``with_partners``."""
-    columns: "Sequence[Mapping[int, Mapping[str, object]]] | None" = None
-    """By source and row: values of columns that rewards read, by name; None where no reward reads one."""
+    values: Sequence[Mapping[int, RowValues]] | None = None
+    """By source and row, what rewards read of a row; None where they read nothing of it."""
     lengths: np.ndarray = field(init=False)
     """``(samples,)``, tokens per sample."""
     supervised: np.ndarray = field(init=False)
@@ -325,10 +325,10 @@ class Samples:
         """Source name of each sample, empty where there is one source."""
         return [self.names[self.source[i]] if self.names else "" for i in chosen]
 
-    def columns_of(self, chosen: Sequence[int]) -> list[Mapping[str, object]]:
-        """Values of the columns that rewards read, of the row of each sample."""
-        assert self.columns is not None, "some reward reads columns"
-        return [self.columns[self.source[i]][int(self.rows[i])] for i in chosen]
+    def values_of(self, chosen: Sequence[int]) -> list[RowValues]:
+        """What rewards read of the row of each of some samples."""
+        assert self.values is not None, "DataSplits.read_values finds it"
+        return [self.values[self.source[i]][int(self.rows[i])] for i in chosen]
 
     def digests(self) -> np.ndarray:
         """Digest of each sample, ``(samples,)``, uint64; equal for samples of equal ids and labels."""

@@ -8,6 +8,7 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.attempts import written
 from lit_callbacks.output.step_lines import add_lines, drop_after_step
 
+from lit_ft.packed_batch import RowValues
 from lit_ft.training.policy.rewards import SampledAnswer
 from lit_ft.training.policy.rollouts import Rollouts
 
@@ -59,5 +60,5 @@ class AnswersFile:
 
 
 def _shown(answer: SampledAnswer) -> dict[str, object]:
-    """What a line shows of an answer: all but columns of the data, which need not be JSON."""
-    return {name: value for name, value in answer._asdict().items() if name != "columns"}
+    """What a line shows of an answer: all but what rewards read of the row, which need not be JSON."""
+    return {name: value for name, value in answer._asdict().items() if name not in RowValues._fields}

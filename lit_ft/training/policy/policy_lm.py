@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import PeftModel
 from torch import Tensor
 
+from lit_ft import process
 from lit_ft.errors import RecipeError, check_counts, check_types
 from lit_ft.internals.peft import virtual_tokens
 from lit_ft.model.config.positions import check_positions
@@ -60,7 +61,7 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         Args:
             pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
             rewards: what an answer is worth, a list of classes: lit_ft.ExactAnswer, lit_ft.FinalNumber,
-                lit_ft.Similarity, lit_ft.Matches, lit_ft.OverlongPenalty, or your own
+                lit_ft.Similarity, lit_ft.Matches, lit_ft.OverlongPenalty, lit_ft.RewardModel, or your own
                 lit_ft.training.policy.rewards.Reward.
             reward_weights: factor on each of them in their sum; null is 1 for each.
             algorithm: weights of answers from their rewards, by class_path: lit_ft.GRPO, lit_ft.DrGRPO, lit_ft.DAPO,
@@ -112,21 +113,29 @@ class PolicyLM(SampledAnswersModule, CausalLM):
     def setup(self, stage: str) -> None:
         """Try the rewards on known answers of the data, before weights are read."""
         super().setup(stage)
+        for reward in self.rewards:
+            reward.device = self.trainer.strategy.root_device
         self.check_data(datamodule_of(self._trainer), stage)
 
     def check_data(self, data: object, stage: str) -> None:
         """Try the rewards on known answers of the data; see ``ChecksData``."""
+        for reward in self.rewards if stage != "predict" else ():
+            reward.check()
         if stage == "fit" and isinstance(data, GivesFirstBatches):
             self.rewards_of_known(data)
 
     def rewards_of_known(self, data: GivesFirstBatches) -> dict[str, list[float]]:
         """Rewards of the known answers of the first micro-batch, by the names of the rewards in metrics.
 
+        Those that use the device are tried on the rank that computes them, once there is a run.
+
         Raises:
             RecipeError: samples have no prompt, or a reward fails.
         """
         known = [one for batch in data.first_batches(1) for one in self.known_answers(asked_of(batch))]
-        return dict(zip(self.reward_names, (rewards_of(reward, known) for reward in self.rewards), strict=True))
+        leads = self._trainer is not None and process.leads_replica(self._trainer)
+        named = zip(self.reward_names, self.rewards, strict=True)
+        return {name: rewards_of(reward, known) for name, reward in named if leads or not reward.uses_device}
 
     # --- answers ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 
@@ -31,6 +31,10 @@ class SampledAnswer(NamedTuple):
     """What ended it: stop (the model itself) or length (``max_new_tokens``)."""
     columns: Mapping[str, object] = MappingProxyType({})
     """Values of the prompt's row, of the columns that rewards name; None where the row has none."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Turns of the prompt, each with role and content; empty where no reward reads them."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas of the functions that may be called, beside ``messages``."""
 
 
 class Reward(ABC):
@@ -38,6 +42,19 @@ class Reward(ABC):
 
     columns: Sequence[str] = ()
     """Names of columns of the data that it reads in the ``columns`` of answers."""
+    reads_messages: bool = False
+    """Whether it reads the ``messages`` of answers."""
+    uses_device: bool = False
+    """Whether it computes on ``device``; `check`, which has none, does not try it."""
+    device: torch.device = torch.device("cpu")
+    """Device of the run."""
+
+    def check(self) -> None:  # noqa: B027 (most have nothing to find)
+        """Find what is wrong before weights are read.
+
+        Raises:
+            RecipeError: there is something.
+        """
 
     @abstractmethod
     def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
@@ -227,7 +244,12 @@ def rewards_of(reward: Reward, answers: Sequence[SampledAnswer]) -> list[float]:
     if missing := [name for name in reward.columns if any(name not in one.columns for one in answers)]:
         raise RecipeError(
             f"model.rewards: {reward.name} reads the column {missing[0]!r}, and the data module gives none with its "
-            "batches; take lit_ft.TextDataModule, or give sample_columns (lit_ft.packed_batch.PackedBatch)"
+            "batches; take lit_ft.TextDataModule, or give sample_rows (lit_ft.packed_batch.PackedBatch)"
+        )
+    if reward.reads_messages and not all(one.messages for one in answers):
+        raise RecipeError(
+            f"model.rewards: {reward.name} reads the turns of prompts, and the data module gives none with its "
+            "batches; take lit_ft.TextDataModule, or give sample_rows (lit_ft.packed_batch.PackedBatch)"
         )
     with explained("model.rewards", f"fix {reward.name}"):
         found = list(reward.of(tuple(answers)))

@@ -1,8 +1,7 @@
 """From a batch of the data to the answers that the model gives to its prompts, and the batch that trains on them."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lit_ft import process
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import IGNORE_INDEX, PackedBatch, dummy_batch, empty_batch, pack_samples
+from lit_ft.packed_batch import IGNORE_INDEX, PackedBatch, RowValues, dummy_batch, empty_batch, pack_samples
 from lit_ft.training.policy.rewards import SampledAnswer
 
 
@@ -27,13 +26,13 @@ class Asked(NamedTuple):
     """Tokens of that run."""
     source: int
     """Source of the sample, an index into the batch's ``source_names``."""
-    columns: Mapping[str, object] = MappingProxyType({})
-    """Values of columns of the sample's row that rewards read."""
+    row: RowValues = RowValues()
+    """What rewards read of the sample's row."""
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-        """Equal for equal prompts with equal known answers and columns."""
-        return tuple(self.prompt), tuple(self.expected), repr(dict(self.columns))
+        """Equal for equal prompts with equal known answers and rows."""
+        return tuple(self.prompt), tuple(self.expected), repr(self.row)
 
     def seed(self, step: int, answer: int) -> int:
         """Seed of the draws of an answer in an optimizer step: it depends on no rank and no batch."""
@@ -48,9 +47,9 @@ def asked_of(batch: PackedBatch) -> list[Asked]:
         RecipeError: a sample has no prompt before its answer.
     """
     ids, sources = batch["input_ids"][0].tolist(), batch["target_sources"].tolist()
-    columns = batch.get("sample_columns", [Asked._field_defaults["columns"]] * len(batch["segment_lengths"]))
+    rows = batch.get("sample_rows", [RowValues()] * len(batch["segment_lengths"]))
     supervised, found, start = batch["predict_at"].cpu().numpy() + 1, [], 0
-    for length, of_row in zip(batch["segment_lengths"], columns, strict=True):
+    for length, row in zip(batch["segment_lengths"], rows, strict=True):
         first, end = np.searchsorted(supervised, [start, start + length])
         if first < end:
             own = supervised[first:end]
@@ -62,7 +61,7 @@ def asked_of(batch: PackedBatch) -> list[Asked]:
                     "the model answers prompts, and a sample of the data is supervised from its second token on: it "
                     "has no prompt; give conversations or instructions, and leave data.supervise=all out"
                 )
-            found.append(Asked(ids[start:begins], ids[begins:ends], sources[first], of_row))
+            found.append(Asked(ids[start:begins], ids[begins:ends], sources[first], row))
         start += length
     return found
 
@@ -72,8 +71,8 @@ def asked_in_window(batch: PackedBatch) -> list[Asked]:
     if not (members := batch.get("window_members", ())):
         return []
     window = pack_samples(members)
-    if "window_columns" in batch:
-        window["sample_columns"] = batch["window_columns"]
+    if "window_rows" in batch:
+        window["sample_rows"] = batch["window_rows"]
     return asked_of(window)
 
 

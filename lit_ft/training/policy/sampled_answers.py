@@ -1,6 +1,6 @@
 """Part of a LightningModule that answers prompts of its data, and trains on the answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -12,6 +12,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.model.generation import GeneratedAnswer, Sampling, has_marks
 from lit_ft.packed_batch import PackedBatch
+from lit_ft.protocols import RowNeeds
 from lit_ft.training.answering import AnsweringModule, AnswerOptions
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
@@ -46,9 +47,10 @@ class SampledAnswersModule(AnsweringModule):
             )
 
     @property
-    def columns_of_rewards(self) -> Mapping[str, str]:
-        """Names of columns of the data that rewards read, each with the name of a reward that does."""
-        return {column: reward.name for reward in self.rewards for column in reward.columns}
+    def row_needs(self) -> RowNeeds:
+        """What rewards read of the rows of the data; see ``SamplesAnswers``."""
+        columns = {column: reward.name for reward in self.rewards for column in reward.columns}
+        return RowNeeds(columns, next((reward.name for reward in self.rewards if reward.reads_messages), None))
 
     def on_train_start(self) -> None:
         """Begin the file of answers."""
@@ -106,10 +108,12 @@ class SampledAnswersModule(AnsweringModule):
     def _sampled(
         self, asked: Sequence[Asked], texts: Sequence[str], answers: Sequence[GeneratedAnswer]
     ) -> list[SampledAnswer]:
-        known, columns = self._texts([one.expected for one in asked]), [one.columns for one in asked]
+        known = self._texts([one.expected for one in asked])
         each = len(answers) // max(len(asked), 1)
         return [
-            SampledAnswer(text, one.text.strip(), known[i // each], len(one.ids), one.finish_reason, columns[i // each])
+            SampledAnswer(
+                text, one.text.strip(), known[i // each], len(one.ids), one.finish_reason, *asked[i // each].row
+            )
             for i, (text, one) in enumerate(zip(texts, answers, strict=True))
         ]
 
@@ -127,9 +131,7 @@ class SampledAnswersModule(AnsweringModule):
         prompts = self.tokenizer.batch_decode([one.prompt for one in asked])
         texts = self._texts([one.expected for one in asked])
         parts = zip(prompts, texts, asked, strict=True)
-        return [
-            SampledAnswer(prompt, text, text, len(one.expected), "stop", one.columns) for prompt, text, one in parts
-        ]
+        return [SampledAnswer(prompt, text, text, len(one.expected), "stop", *one.row) for prompt, text, one in parts]
 
     def _texts(self, answers: Sequence[list[int]]) -> list[str]:
         decoded = self.tokenizer.batch_decode(answers, skip_special_tokens=not has_marks(self.tokenizer))
