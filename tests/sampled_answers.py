@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import COMMON, OWN, make_tokenizer
 from compared_strategies import RecordMeans, fit_in_steps_of_4
 from peft import LoraConfig
 from shared_fixtures import make_rows
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lit_ft import GRPO, PolicyLM, TextDataModule
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
@@ -76,3 +78,26 @@ def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: i
         make_trainer, module, data_of(path, **how.get("data", {})), record, how, world, strategy
     )
     return record.steps, [*record.means, val], weights
+
+
+PLAIN = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+"""Another template than that of the model that answers."""
+
+
+def save_reward_model(folder: Path, architecture: str = "qwen2", **options: Any) -> str:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = options.pop("chat_template", PLAIN)
+    form = {"num_hidden_layers": 2, "num_labels": 1, "pad_token_id": tokenizer.eos_token_id, **options}
+    config = AutoConfig.for_model(architecture, **{**COMMON, **OWN[architecture], **form})
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(config)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def judged_answers() -> list[SampledAnswer]:
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is red?"}]
+    texts = ["the red book", "a", "", "the blue lamp is on the table", "<|im_end|>"]
+    return [SampledAnswer("", text, "", 1, "stop", {}, asked[i % 2 :]) for i, text in enumerate(texts)]

@@ -6,44 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import COMMON, OWN, make_tokenizer
 from compared_strategies import sgd
-from sampled_answers import data_of, write_questions
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from sampled_answers import data_of, judged_answers, save_reward_model, write_questions
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lit_ft import PolicyLM, RecipeError, RewardModel
-from lit_ft.training.policy.rewards import SampledAnswer, rewards_of
-
-PLAIN = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
-"""Another template than that of the model that answers."""
-
-
-def _save(folder: Path, architecture: str = "qwen2", **options: Any) -> str:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = options.pop("chat_template", PLAIN)
-    form = {"num_hidden_layers": 2, "num_labels": 1, "pad_token_id": tokenizer.eos_token_id, **options}
-    config = AutoConfig.for_model(architecture, **{**COMMON, **OWN[architecture], **form})
-    torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_config(config)
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def _answers() -> list[SampledAnswer]:
-    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is red?"}]
-    texts = ["the red book", "a", "", "the blue lamp is on the table", "<|im_end|>"]
-    return [SampledAnswer("", text, "", 1, "stop", {}, asked[i % 2 :]) for i, text in enumerate(texts)]
+from lit_ft.training.policy.rewards import rewards_of
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
 def test_scores_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
-    folder = _save(tmp_path / "judge", architecture)
+    folder = save_reward_model(tmp_path / "judge", architecture)
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     model.config.pad_token_id = None  # so that one row's last token counts, whatever it is
     expected = []
-    for one in _answers():
+    for one in judged_answers():
         turns = [*one.messages, {"role": "assistant", "content": one.answer}]
         ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=False)
         expected.append(float(model.eval()(ids).logits))
@@ -51,13 +28,13 @@ def test_scores_are_those_of_transformers(tmp_path: Path, architecture: str) -> 
     for at_once in (16, 2):
         reward = RewardModel(folder, answers_at_once=at_once)
         reward.check()
-        assert rewards_of(reward, _answers()) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert rewards_of(reward, judged_answers()) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert repr(reward) == f"RewardModel(pretrained={folder!r}, dtype='auto', answers_at_once=2)"
 
 
 def test_a_policy_learns_by_it(make_trainer: Any, model_folder: str, tmp_path: Path) -> None:
     """The reward that is logged is the mean of its scores, and no weight of it is in a checkpoint."""
-    reward, questions = RewardModel(_save(tmp_path / "judge")), write_questions(tmp_path)
+    reward, questions = RewardModel(save_reward_model(tmp_path / "judge")), write_questions(tmp_path)
     module = PolicyLM(model_folder, rewards=[reward], answers_per_prompt=3, max_new_tokens=4, optimizer=sgd)
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, data_of(questions, micro_batch_size=4))
@@ -84,16 +61,16 @@ def test_what_is_no_reward_model_is_refused(
     (one_label / "config.json").write_text(json.dumps({**config, "num_labels": 1, "id2label": {"0": "good"}}))
     (bare := RewardModel(str(one_label))).check()
     with pytest.raises(RecipeError, match=r"lacks weights, which would be random \(score.weight\); name a trained"):
-        bare.of(_answers())
+        bare.of(judged_answers())
     with pytest.raises(RecipeError, match="RewardModel.pretrained='.*' does not exist"):
         RewardModel(str(tmp_path / "none")).check()
     with pytest.raises(RecipeError, match="has a tokenizer without a chat template"):
-        RewardModel(_save(tmp_path / "no_template", chat_template=None)).check()
-    short = RewardModel(_save(tmp_path / "short", max_position_embeddings=16))
+        RewardModel(save_reward_model(tmp_path / "no_template", chat_template=None)).check()
+    short = RewardModel(save_reward_model(tmp_path / "short", max_position_embeddings=16))
     with pytest.raises(
         RecipeError, match="a conversation with its answer of .* is beyond the 16 positions of the reward"
     ):
-        short.of(_answers())
+        short.of(judged_answers())
     texts = data_of(write_rows([{"prompt": "the red one is a", "completion": "book"}] * 4), val_path=None)
     module = PolicyLM(model_folder, rewards=[short], answers_per_prompt=2, max_new_tokens=2)
     with pytest.raises(RecipeError, match=r"RewardModel reads the turns of conversations, and .*rows.json.* is none"):
