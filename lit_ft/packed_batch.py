@@ -40,6 +40,8 @@ class RowValues(NamedTuple):
     """Turns before the last supervised answer, each with role and content."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """JSON schemas of the functions that may be called."""
+    has_answer: bool = True
+    """Whether the row has a known answer; otherwise the sample has a sign in its place."""
 
 
 class PackedBatch(TypedDict, total=False):

@@ -225,6 +225,14 @@ class LearnsPreferences(Protocol):
         """Text on what answers train it, and by which objective."""
 
 
+@runtime_checkable
+class GivesKnownAnswers(Protocol):
+    """Data module whose samples may be without a known answer."""
+
+    def has_known_answers(self, split: str) -> bool:
+        """Whether any sample of a split (val, test) that was read has one."""
+
+
 class RowNeeds(NamedTuple):
     """What rewards read of the rows of the data."""
 
@@ -232,9 +240,11 @@ class RowNeeds(NamedTuple):
     """Names of columns, each with that of a reward that reads it."""
     messages: str | None
     """Name of a reward that reads the turns of conversations; None where none does."""
+    may_lack_answers: bool
+    """Whether rows may be without a known answer."""
 
     def __bool__(self) -> bool:
-        return bool(self.columns or self.messages)
+        return bool(self.columns or self.messages or self.may_lack_answers)
 
 
 @runtime_checkable

@@ -211,7 +211,8 @@ class CheckCLI(RecipeCLI):
                 rewards = self.model.rewards_of_known(data)
                 means = [f"{name} {sum(one) / len(one):g} (of {len(one):,})" for name, one in rewards.items()]
                 means += [f"{name} not tried" for name in self.model.reward_names if name not in rewards]
-                self.report.facts["mean rewards of known answers"] = ", ".join(means)
+                if data.has_known_answers("train"):
+                    self.report.facts["mean rewards of known answers"] = ", ".join(means)
             if isinstance(self.model, ChecksData):
                 self.model.check_data(data, "validate")
 

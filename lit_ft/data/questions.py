@@ -7,9 +7,8 @@ from dataclasses import replace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
 
-from lit_ft.data.text.columns import JUDGMENTS, PREFERENCE
-from lit_ft.data.text.formats import ANSWERS, PREFERENCES, UNPAIRED, Chat, Text, answers_of, good_answer_of, renamed
-from lit_ft.data.text.preferences import REJECTED_TEXT
+from lit_ft.data.text.columns import PREFERENCE
+from lit_ft.data.text.formats import Chat, Text, answers_of, good_answer_of, renamed, without_answer
 from lit_ft.data.text.rendering import expected_answer, is_closed, prompt_of
 from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens.preparation import Preparation, describe_bad_rows
@@ -17,14 +16,7 @@ from lit_ft.data.tokens.tokenization import Tokenization
 from lit_ft.errors import BadRow
 from lit_ft.protocols import Question
 
-_OPEN = "?"
-"""Stands for the missing answer, so that the readers of training rows read a question too; no prompt depends on it."""
 _ANSWER_COLUMNS = frozenset({"output", "completion", *PREFERENCE})
-_TURNS = {
-    "messages": ("messages", "role", "content"),
-    "sharegpt": ("conversations", "from", "value"),
-}
-"""By format: column of the turns, and keys of a turn's role and text."""
 
 
 def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] | None = None) -> list[Question]:
@@ -75,7 +67,8 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
 def _tokenization(preparation: Preparation, source: Source) -> Tokenization:
     # The column of the answer may be missing, so the format is found without it.
     columns = {name: column for name, column in (source.columns or {}).items() if name not in _ANSWER_COLUMNS}
-    return replace(preparation.tokenization(replace(source, columns=columns or None)), columns=None)
+    asking = replace(preparation, takes_questions=True)
+    return replace(asking.tokenization(replace(source, columns=columns or None)), columns=None)
 
 
 def _question(
@@ -107,37 +100,3 @@ def _without_closing(text: str, tokenization: Tokenization) -> str:
     """Raw text without an end-of-sequence token of its own, which answers are compared without."""
     closing = tokenization.tokenizer.eos_token or ""
     return text.rstrip().removesuffix(closing) if closing and is_closed(text, closing) else text
-
-
-def without_answer(row: RawRow, form: str) -> RawRow | None:
-    """A row that has no answer, with one put in its place; None for a row that has one."""
-    if form == "alpaca":
-        return {**row, "output": _OPEN} if _is_empty(row.get("output")) else None
-    if form == PREFERENCES:
-        has_answer = not _is_empty(row.get("chosen")) or row.get(REJECTED_TEXT) is not None
-        return None if has_answer else {**row, "chosen": _OPEN, "rejected": _OPEN + _OPEN}
-    if form == UNPAIRED:
-        by_column = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
-        found = next((by_column[name] for name in by_column if name in row), "prompt_completion")
-        open_row = without_answer(row, found)
-        is_judged = any(row.get(name) is not None for name in JUDGMENTS)
-        return None if open_row is None and is_judged else {**(open_row or row), JUDGMENTS[0]: True}
-    if form == "prompt_completion":
-        if not _is_empty(row.get("completion")) and row.get("completion") != []:
-            return None
-        is_chat = isinstance(row.get("prompt"), list)
-        return {**row, "completion": [{"role": "assistant", "content": _OPEN}] if is_chat else _OPEN}
-    if form not in _TURNS:
-        return None
-    column, role, text = _TURNS[form]
-    turns = row.get(column)
-    if not isinstance(turns, list) or not turns or not isinstance(last := turns[-1], Mapping):
-        return None
-    is_answer = last.get(role) in ANSWERS
-    if is_answer and not (_is_empty(last.get(text)) and not (last.get("tool_calls") or last.get("function_call"))):
-        return None
-    return {**row, column: [*(turns[:-1] if is_answer else turns), {role: "assistant", text: _OPEN}]}
-
-
-def _is_empty(value: object) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())

@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
-from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
 from lit_ft.data.questions import asked_by, questions_of
 from lit_ft.data.text.chat_template import set_chat_template
-from lit_ft.data.text.formats import Chat, JsonObject, Text, good_answer_of
+from lit_ft.data.text.formats import Chat, Text, good_answer_of
 from lit_ft.data.text.rendering import expected_answer, prompt_of, through_last_supervised_answer
 from lit_ft.data.text.sources import RawRow, Source, shared_content
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, held_out_samples, join
+from lit_ft.data.tokens.tokenization import Tokenization
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.packed_batch import RowValues
 from lit_ft.protocols import Question, RowNeeds
@@ -111,15 +111,14 @@ class DataSplits(UserDict[str, Samples]):
             values, present = list[dict[int, RowValues]](), set[str]()
             for number, prepared in enumerate(self.prepared[split]):
                 values.append(of_source := {})
+                tokenization = self.preparation.tokenization(prepared.source)
                 chosen = set(samples.rows[samples.source == number].tolist())
                 for row_number, (location, row) in enumerate(prepared.source.rows()):
                     if isinstance(row, BadRow):
                         continue
                     present |= {name for name, value in row.items() if value is not None}
                     if row_number in chosen:
-                        columns = {name: row.get(name) for name in needs.columns}
-                        turns = self._turns(prepared.source, row, location, needs.messages) if needs.messages else ()
-                        of_source[row_number] = RowValues(columns, *turns)
+                        of_source[row_number] = self._values(row, location, tokenization, needs)
             if missing := [name for name in needs.columns if name not in present]:
                 raise RecipeError(
                     f"model.rewards: {needs.columns[missing[0]]} reads the column {missing[0]!r}, which no row of the "
@@ -127,19 +126,27 @@ class DataSplits(UserDict[str, Samples]):
                 )
             self[split] = replace(samples, values=values)
 
-    def _turns(
-        self, source: Source, row: RawRow, location: str, reader: str
-    ) -> tuple[list[Message], list[JsonObject] | None]:
-        """Turns of a row's conversation before its last supervised answer, and its tools."""
-        tokenization = self.preparation.tokenization(source)
+    @staticmethod
+    def _values(row: RawRow, location: str, tokenization: Tokenization, needs: RowNeeds) -> RowValues:
+        values = RowValues(
+            {name: row.get(name) for name in needs.columns},
+            has_answer=not needs.may_lack_answers or tokenization.has_answer(row),
+        )
+        if needs.messages is None:
+            return values
         example = tokenization.example(row)
         chat = through_last_supervised_answer(example, tokenization.supervise) if isinstance(example, Chat) else None
         if chat is None:
             raise RecipeError(
-                f"model.rewards: {reader} reads the turns of conversations, and {location} is none; give data with "
-                "turns, or take another reward"
+                f"model.rewards: {needs.messages} reads the turns of conversations, and {location} is none; give data "
+                "with turns, or take another reward"
             )
-        return chat.messages[:-1], chat.tools
+        return values._replace(messages=chat.messages[:-1], tools=chat.tools)
+
+    def has_known_answers(self, split: str) -> bool:
+        """Whether any sample of a split has a known answer; all have, unless the rewards allow for others."""
+        values = self[split].values
+        return values is None or any(row.has_answer for of_source in values for row in of_source.values())
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -281,7 +288,9 @@ class DataSplits(UserDict[str, Samples]):
             rows = set(samples.rows[samples.source == number].tolist())
             tokenization = self.preparation.tokenization(prepared.source)
             for row_number, (_, row) in enumerate(prepared.source.rows()):
-                example = good_answer_of(tokenization.example(row)) if row_number in rows else None
+                if row_number not in rows or isinstance(row, BadRow) or not tokenization.has_answer(row):
+                    continue
+                example = good_answer_of(tokenization.example(row))
                 if isinstance(example, Text) and example.prompt:
                     parts = asked_by(example, tokenization)
                     prompts.append(dict(zip(("prompt", "question", "expected"), parts, strict=True)))

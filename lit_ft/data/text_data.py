@@ -273,6 +273,7 @@ class TextDataModule(LightningDataModule):
             self._check_fractions(self.trainer)
         module = None if self.trainer is None else self.trainer.lightning_module
         self.check_options_for(module, stage)
+        self.take_questions_of(module)
         self.load(tokenizer_of(module), stage)
         self.check_samples_for(module, stage)
         for line in self.splits.notes_on_judgments() if stage == "fit" and self.is_unpaired else []:
@@ -310,6 +311,15 @@ class TextDataModule(LightningDataModule):
                 check_answered_stream(self.splits.preparation, module.row_needs)
         if isinstance(module, LimitsLengths):
             module.check_length("data.max_length", self.requested_length)
+
+    def take_questions_of(self, module: LightningModule | None) -> None:
+        """Read rows without an answer too where a module needs none; before data is read."""
+        takes = isinstance(module, SamplesAnswers) and module.row_needs.may_lack_answers and not self.streaming
+        self.splits.preparation = replace(self.splits.preparation, takes_questions=takes)
+
+    def has_known_answers(self, split: str) -> bool:
+        """Whether any sample of a split has a known answer; see ``GivesKnownAnswers``."""
+        return self.splits.has_known_answers(split)
 
     def check_samples_for(self, module: LightningModule | None, stage: str) -> None:
         """Compare the samples with what a module trains on, and find what it needs beside them.

@@ -305,6 +305,12 @@ class StageMetrics(nn.Module):
         assert self.router_aux_loss is not None, "the metrics were made with a router loss"
         self.router_aux_loss.update(loss * tokens, tokens)
 
+    def _means(self, loss: Tensor) -> dict[str, Tensor]:
+        further = self._further_means(loss)
+        sources = {} if self.sources is None else self.sources.compute(self._present)
+        of_sources = {f"loss/{name}": mean for name, mean in sources.items()}
+        return {"loss": loss, **further, **self._of_router(), **of_sources, **self._loads()}
+
     def log(self, module: LightningModule, prefix: str, prog_bar: bool = False) -> Tensor:
         """Log the means and start again with zero tokens; returns the mean loss, a scalar.
 
@@ -315,13 +321,10 @@ class StageMetrics(nn.Module):
         """
         with gathered_together([metric for metric in self.children() if isinstance(metric, OwnStateMetric)]):
             loss = self.loss.compute()
-            further = self._further_means(loss)
-            sources = {} if self.sources is None else self.sources.compute(self._present)
-            of_sources = {f"loss/{name}": mean for name, mean in sources.items()}
-            means = {"loss": loss, **further, **self._of_router(), **of_sources, **self._loads()}
+            means = self._means(loss)
         for name, mean in means.items():
             module.log(f"{prefix}/{name}", mean, prog_bar=prog_bar and name in ("loss", *self.shown))
-        self.on_bar = {f"{prefix}/{name}": further[name] for name in self.shown if name in further}
+        self.on_bar = {f"{prefix}/{name}": means[name] for name in self.shown if name in means}
         if absent := self._logged.difference(means):
             forget_logged_values(module.trainer, {f"{prefix}/{name}" for name in absent})
         self._logged = set(means)

@@ -352,6 +352,61 @@ def unread_columns(row: RawRow, example: Example, form: str, columns: Mapping[st
     return [name for name in row if name not in known and row[name] not in EMPTY]
 
 
+OPEN = "?"
+"""Stands for a missing answer, so that the readers of training rows read a question too; no prompt depends on it."""
+_TURNS_OF = {
+    "messages": ("messages", "role", "content"),
+    "sharegpt": ("conversations", "from", "value"),
+}
+"""By format: column of the turns, and keys of a turn's role and text."""
+
+
+def without_answer(row: RawRow, form: str) -> RawRow | None:
+    """A row that has no answer, with one put in its place; None for a row that has one."""
+    if form == "alpaca":
+        return {**row, "output": OPEN} if _is_empty(row.get("output")) else None
+    if form == PREFERENCES:
+        has_answer = not _is_empty(row.get("chosen")) or row.get(REJECTED_TEXT) is not None
+        return None if has_answer else {**row, "chosen": OPEN, "rejected": OPEN + OPEN}
+    if form == UNPAIRED:
+        by_column = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
+        found = next((by_column[name] for name in by_column if name in row), "prompt_completion")
+        open_row = without_answer(row, found)
+        is_judged = any(row.get(name) is not None for name in JUDGMENTS)
+        return None if open_row is None and is_judged else {**(open_row or row), JUDGMENTS[0]: True}
+    if form == "prompt_completion":
+        if not _is_empty(row.get("completion")) and row.get("completion") != []:
+            return None
+        is_chat = isinstance(row.get("prompt"), list)
+        return {**row, "completion": [{"role": "assistant", "content": OPEN}] if is_chat else OPEN}
+    if form not in _TURNS_OF:
+        return None
+    column, role, text = _TURNS_OF[form]
+    turns = row.get(column)
+    if not isinstance(turns, list) or not turns or not isinstance(last := turns[-1], Mapping):
+        return None
+    is_answer = last.get(role) in ANSWERS
+    if is_answer and not (_is_empty(last.get(text)) and not (last.get("tool_calls") or last.get("function_call"))):
+        return None
+    return {**row, column: [*(turns[:-1] if is_answer else turns), {role: "assistant", text: OPEN}]}
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def find_format_of_question(row: RawRow) -> str:
+    """Find the format of a row that may lack its answer, with the column of it.
+
+    Raises:
+        BadRow: no format fits.
+    """
+    is_complete = any(FORMATS[name].columns <= row.keys() for name in FOUND_BY_COLUMNS)
+    answers = {"instruction": "output", "prompt": "completion"}
+    missing = {answer: None for asked, answer in answers.items() if asked in row and not is_complete}
+    return find_format({**row, **missing})
+
+
 def find_format(row: RawRow) -> str:
     """Find the format of a row: the first whose columns are all present, else the first with some of them.
 

@@ -15,7 +15,7 @@ from lit_callbacks.output.quantities import as_count
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.data.text.formats import OF_PAIRS, columns_of, find_format, renamed
+from lit_ft.data.text.formats import OF_PAIRS, columns_of, find_format, find_format_of_question, renamed
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens import cache as token_cache
@@ -74,6 +74,8 @@ class Preparation:
     cache_dir: str | None = None
     workers: int | None = None
     """Number of processes that tokenize; None is one per CPU core for files of over 5 MB, else this process."""
+    takes_questions: bool = False
+    """Whether rows may lack their answer."""
 
     @property
     def of_conversations(self) -> dict[str, str]:
@@ -96,6 +98,7 @@ class Preparation:
             max_length=self.max_length,
             overlong=self.overlong,
             template_options=self.template_options,
+            takes_questions=self.takes_questions,
         )
 
     def _format(self, source: Source) -> str:
@@ -114,7 +117,8 @@ class Preparation:
                     f"first {ROWS_PER_BATCH} rows has it; fix it"
                 )
             try:
-                form = source.format if source.format != "auto" else find_format(renamed(row, source.columns))
+                find = find_format_of_question if self.takes_questions else find_format
+                form = source.format if source.format != "auto" else find(renamed(row, source.columns))
             except BadRow as error:
                 raise RecipeError(f"{location}: {error}") from error
             if unknown := [name for name in source.columns or {} if name not in columns_of(form)]:

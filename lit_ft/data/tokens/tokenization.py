@@ -27,6 +27,7 @@ from lit_ft.data.text.columns import PREFERENCE
 from lit_ft.data.text.formats import (
     FORMATS,
     OF_PAIRS,
+    OPEN,
     OPTIONS_COLUMN,
     PREFERENCES,
     THINKING_KEYS,
@@ -40,6 +41,7 @@ from lit_ft.data.text.formats import (
     renamed,
     template_options_of,
     unread_columns,
+    without_answer,
 )
 from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_pieces
@@ -80,6 +82,7 @@ NOTES = {
     "every day with data.template_options={{strftime_now: {today}}}",
     "options left out": f"row: has options in {OPTIONS_COLUMN!r} that {{template}} does not use; left out",
     "special tokens in text": "row: spells special tokens in its text, which are read as such",
+    "without answer": f"row: without a known answer, which no reward reads; {OPEN!r} stands in its place",
     "pair incomplete": "row: one of its answers was dropped or has no supervised token left, so the pair was left out",
     "answers equal": "row: both answers have the same tokens within data.max_length={max_length}, so the pair was left "
     "out",
@@ -107,6 +110,8 @@ class Tokenization:
     max_length: int | None = None
     overlong: Overlong = "truncate"
     template_options: dict[str, object] | None = None
+    takes_questions: bool = False
+    """Whether a row may lack its answer, in whose place it then gets ``formats.OPEN``."""
 
     def __getstate__(self) -> dict[str, object]:
         # A compiled template cannot be pickled; each process compiles its own.
@@ -175,6 +180,8 @@ class Tokenization:
         if isinstance(row, BadRow):
             raise row
         row = renamed(row, self.columns)
+        if self.takes_questions:
+            row = without_answer(row, self.format) or row
         try:
             example = FORMATS[self.format].read(row)
         except BadRow as error:
@@ -183,6 +190,10 @@ class Tokenization:
             if isinstance(one, Chat):
                 self._complete(one, row)
         return example
+
+    def has_answer(self, row: RawRow) -> bool:
+        """Whether a row has its answer."""
+        return without_answer(renamed(row, self.columns), self.format) is None
 
     def _complete(self, chat: Chat, row: RawRow) -> None:
         """Give a conversation the row's options for the template, and the settings' system prompt if it has none."""
@@ -204,6 +215,7 @@ class Tokenization:
             else:
                 assert not isinstance(row, BadRow), "example raises it"
                 notes.update(_COLUMN + name for name in unread_columns(row, examples[i], self.format, self.columns))
+                notes["without answer"] += self.takes_questions and not self.has_answer(row)
         noted: dict[int, list[str]] = {}
         encoded = (self._pairs if self.format in OF_PAIRS else self._samples)(examples, bad, noted)
         notes.update(chain.from_iterable(noted.values()))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_ft.packed_batch import PackedBatch, TokenLoss
@@ -29,6 +30,8 @@ class RewardMetrics(StageMetrics):
         self.names = (*OF_ANSWERS, *(f"rewards/{name}" for name in names))
         self.of_answers = TokenMean((len(self.names),))
         self.of_sources: SourceMeans | None = None
+        self.has_known_answers = True
+        """Whether there is a loss; where no row has a known answer, there is none."""
 
     def add_rollouts(self, rollouts: Rollouts, batch: PackedBatch) -> None:
         """Add answers to the prompts of a batch of the data."""
@@ -42,6 +45,15 @@ class RewardMetrics(StageMetrics):
             source = torch.tensor([asked.source for asked in rollouts.asked], dtype=torch.int64, device=device)
             each = rollouts.total.shape[1]
             self.of_sources.update(rollouts.total.flatten().to(device), source.repeat_interleave(each))
+
+    def log(self, module: LightningModule, prefix: str, prog_bar: bool = False) -> Tensor:
+        """Log the means; see ``StageMetrics``."""
+        if not self.has_known_answers:
+            self.loss.update(torch.zeros_like(self.loss.total), 0)  # torchmetrics warns of a mean of nothing
+        return super().log(module, prefix, prog_bar)
+
+    def _means(self, loss: Tensor) -> dict[str, Tensor]:
+        return super()._means(loss) if self.has_known_answers else self._of_answers()
 
     def _further_means(self, loss: Tensor) -> dict[str, Tensor]:
         return {**super()._further_means(loss), **self._of_answers()}

@@ -1,7 +1,7 @@
 """The LightningModule of policy optimization."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from lit_ft.model.config.positions import check_positions
 from lit_ft.model.generation import GREEDY
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
-from lit_ft.protocols import Checkpoint, GivesFirstBatches
+from lit_ft.protocols import Checkpoint, GivesFirstBatches, GivesKnownAnswers
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.metrics import OF_ANSWERS, OF_GROUPS, PolicyMetrics, RewardMetrics
 from lit_ft.training.policy.reference import loss_of_answers, reference_losses
 from lit_ft.training.policy.rewards import OverlongPenalty, Reward, rewards_of
-from lit_ft.training.policy.rollouts import Rollouts, asked_of, batch_of
+from lit_ft.training.policy.rollouts import Rollouts, asked_of, batch_of, with_known_answers
 from lit_ft.training.policy.sampled_answers import SampledAnswersModule
 from lit_ft.tuning.spec import TuningSpec
 
@@ -132,7 +132,8 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         Raises:
             RecipeError: samples have no prompt, or a reward fails.
         """
-        known = [one for batch in data.first_batches(1) for one in self.known_answers(asked_of(batch))]
+        asked = [one for batch in data.first_batches(1) for one in asked_of(batch)]
+        known = self.known_answers([one for one in asked if one.row.has_answer] or asked)
         leads = self._trainer is not None and process.leads_replica(self._trainer)
         named = zip(self.reward_names, self.rewards, strict=True)
         return {name: rewards_of(reward, known) for name, reward in named if leads or not reward.uses_device}
@@ -199,7 +200,31 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         rollouts = self.rollouts(asked_of(given), 1, GREEDY, is_computed=bool(given["segment_lengths"]))
         metrics.add_rollouts(rollouts, given)
 
+    def on_validation_start(self) -> None:
+        """Measure the loss of known answers where there are any."""
+        super().on_validation_start()
+        self.val_metrics.has_known_answers = self._has_known_answers("val")
+
+    def on_test_start(self) -> None:
+        """Measure the loss of known answers where there are any."""
+        super().on_test_start()
+        self.test_metrics.has_known_answers = self._has_known_answers("test")
+
+    def _has_known_answers(self, split: str) -> bool:
+        data = datamodule_of(self.trainer)
+        return not isinstance(data, GivesKnownAnswers) or data.has_known_answers(split)
+
     # --- step ------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
+        """Count known answers into the means of val."""
+        if self.val_metrics.has_known_answers:
+            super().validation_step(with_known_answers(self._packed.as_packed_batch(batch)), batch_idx)
+
+    def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
+        """Count known answers into the means of test."""
+        if self.test_metrics.has_known_answers:
+            super().test_step(with_known_answers(self._packed.as_packed_batch(batch)), batch_idx)
 
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
         """Summed loss of the model's answers, from final hidden states ``(1, T, H)``; cross-entropy of other texts."""

@@ -31,8 +31,7 @@ class RewardModel(Reward):
     It is frozen, in no checkpoint, and whole on each device that computes rewards: of ranks that share a model, one.
     """
 
-    reads_messages = True
-    uses_device = True
+    reads_messages, reads_expected, uses_device = True, False, True
 
     def __init__(self, pretrained: str, dtype: loading.Dtype = "auto", answers_at_once: int = 16) -> None:
         """Say which model.

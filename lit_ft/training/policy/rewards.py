@@ -24,7 +24,7 @@ class SampledAnswer(NamedTuple):
     answer: str
     """Without special tokens, and without white space around it."""
     expected: str
-    """Answer of the data to this prompt, in the same form."""
+    """Answer of the data to this prompt, in the same form; empty where the data has none."""
     tokens: int
     """Number of the answer's tokens, with the one that ended it."""
     finish_reason: FinishReason | None
@@ -44,6 +44,8 @@ class Reward(ABC):
     """Names of columns of the data that it reads in the ``columns`` of answers."""
     reads_messages: bool = False
     """Whether it reads the ``messages`` of answers."""
+    reads_expected: bool = True
+    """Whether it reads the ``expected`` answer; where no reward does, rows of the data may be without one."""
     uses_device: bool = False
     """Whether it computes on ``device``; `check`, which has none, does not try it."""
     device: torch.device = torch.device("cpu")
@@ -187,6 +189,8 @@ class _Expected:
 class Matches(Reward):
     """1 where a regular expression matches the whole answer, else 0: for a form that answers are to have."""
 
+    reads_expected = False
+
     def __init__(self, pattern: str) -> None:
         r"""Set the form.
 
@@ -213,6 +217,8 @@ class OverlongPenalty(Reward):
 
     Soft overlong punishment of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 13).
     """
+
+    reads_expected = False
 
     def __init__(self, free_tokens: int, max_tokens: int) -> None:
         """Set the lengths.

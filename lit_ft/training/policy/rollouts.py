@@ -66,6 +66,20 @@ def asked_of(batch: PackedBatch) -> list[Asked]:
     return found
 
 
+def with_known_answers(batch: PackedBatch) -> PackedBatch:
+    """A batch of the data whose targets are those of samples that have a known answer."""
+    rows = batch.get("sample_rows", ())
+    if all(row.has_answer for row in rows):
+        return batch
+    is_known = np.repeat([row.has_answer for row in rows], batch["segment_lengths"])
+    kept = torch.from_numpy(np.flatnonzero(is_known[batch["predict_at"].cpu().numpy()])).to(batch["targets"].device)
+    found = batch.copy()
+    found["predict_at"], found["targets"], found["target_sources"] = (
+        one.index_select(0, kept) for one in (batch["predict_at"], batch["targets"], batch["target_sources"])
+    )
+    return found
+
+
 def asked_in_window(batch: PackedBatch) -> list[Asked]:
     """Prompts of all samples of this rank in the optimizer step whose first micro-batch is given."""
     if not (members := batch.get("window_members", ())):

@@ -12,7 +12,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.model.generation import GeneratedAnswer, Sampling, has_marks
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.protocols import RowNeeds
+from lit_ft.protocols import FinishReason, RowNeeds
 from lit_ft.training.answering import AnsweringModule, AnswerOptions
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
@@ -50,7 +50,9 @@ class SampledAnswersModule(AnsweringModule):
     def row_needs(self) -> RowNeeds:
         """What rewards read of the rows of the data; see ``SamplesAnswers``."""
         columns = {column: reward.name for reward in self.rewards for column in reward.columns}
-        return RowNeeds(columns, next((reward.name for reward in self.rewards if reward.reads_messages), None))
+        messages = next((reward.name for reward in self.rewards if reward.reads_messages), None)
+        reads_none = bool(self.rewards) and not any(reward.reads_expected for reward in self.rewards)
+        return RowNeeds(columns, messages, may_lack_answers=reads_none)
 
     def on_train_start(self) -> None:
         """Begin the file of answers."""
@@ -111,9 +113,7 @@ class SampledAnswersModule(AnsweringModule):
         known = self._texts([one.expected for one in asked])
         each = len(answers) // max(len(asked), 1)
         return [
-            SampledAnswer(
-                text, one.text.strip(), known[i // each], len(one.ids), one.finish_reason, *asked[i // each].row
-            )
+            _seen(asked[i // each], text, one.text.strip(), known[i // each], len(one.ids), one.finish_reason)
             for i, (text, one) in enumerate(zip(texts, answers, strict=True))
         ]
 
@@ -127,12 +127,24 @@ class SampledAnswersModule(AnsweringModule):
         return of_replicas_leader(self.trainer, found)
 
     def known_answers(self, asked: Sequence[Asked]) -> list[SampledAnswer]:
-        """Answers of the data as the model would give them."""
+        """Answers of the data as the model would give them; empty ones where it has none."""
         prompts = self.tokenizer.batch_decode([one.prompt for one in asked])
         texts = self._texts([one.expected for one in asked])
         parts = zip(prompts, texts, asked, strict=True)
-        return [SampledAnswer(prompt, text, text, len(one.expected), "stop", *one.row) for prompt, text, one in parts]
+        return [
+            _seen(one, prompt, text if one.row.has_answer else "", text, len(one.expected), "stop")
+            for prompt, text, one in parts
+        ]
 
     def _texts(self, answers: Sequence[list[int]]) -> list[str]:
         decoded = self.tokenizer.batch_decode(answers, skip_special_tokens=not has_marks(self.tokenizer))
         return [text.strip() for text in decoded]
+
+
+def _seen(
+    asked: Asked, prompt: str, answer: str, known: str, tokens: int, finish_reason: FinishReason | None
+) -> SampledAnswer:
+    """An answer as rewards see it."""
+    row = asked.row
+    expected = known if row.has_answer else ""
+    return SampledAnswer(prompt, answer, expected, tokens, finish_reason, row.columns, row.messages, row.tools)

@@ -125,3 +125,60 @@ def test_columns_are_named_as_unseen_by_the_model(
     data = data_of(_file(tmp_path), val_path=None)
     data.load(_module(model_folder, Weighted()).tokenizer)
     assert "columns that the model does not see: 'factor' (in 3 rows), 'tests' (in 2 rows)" in caplog.text
+
+
+QUESTIONS: dict[str, list[dict[str, Any]]] = {
+    "alpaca": [{"instruction": f"Which {n}?"} for n in range(4)],
+    "messages": [{"messages": [{"role": "user", "content": f"Which {n}?"}]} for n in range(4)],
+    "prompts alone, as TRL has them": [
+        {"prompt": [{"role": "user", "content": f"Which {n}?"}], "tests": [n]} for n in range(4)
+    ],
+    "texts": [{"prompt": f"Which {n} is it?"} for n in range(4)],
+    "empty answers": [{"prompt": f"Which {n} is it?", "completion": ""} for n in range(4)],
+}
+
+
+class Length(Reward):
+    """Reward that reads no known answer, and keeps what it has seen of them."""
+
+    reads_expected = False
+
+    def __init__(self) -> None:
+        self.expected: list[str] = []
+
+    def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
+        self.expected += [one.expected for one in answers]
+        return [len(one.answer) / 100 for one in answers]
+
+
+@pytest.mark.parametrize("rows", QUESTIONS.values(), ids=QUESTIONS)
+def test_rows_may_be_without_an_answer_that_no_reward_reads(
+    make_trainer: Any, model_folder: str, tmp_path: Path, rows: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A validation then has rewards alone."""
+    caplog.set_level(logging.INFO)
+    path, reward = _file(tmp_path, rows), Length()
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(_module(model_folder, reward), data_of(path, val_path=path))
+    assert set(reward.expected) == {""}
+    assert "4 of 4 rows: without a known answer, which no reward reads; '?' stands in its place" in caplog.text
+    assert trainer.callback_metrics["val/reward"] > 0
+    assert not {"val/loss", "val/perplexity", "val/token_accuracy"} & trainer.callback_metrics.keys()
+
+
+def test_a_reward_that_reads_known_answers_wants_them(make_trainer: Any, model_folder: str, tmp_path: Path) -> None:
+    data = data_of(_file(tmp_path, QUESTIONS["alpaca"]), val_path=None)
+    with pytest.raises(RecipeError, match="has no 'output'; each row needs it"):
+        make_trainer(max_epochs=1).fit(_module(model_folder, Length(), FewLetters()), data)
+
+
+def test_the_loss_is_that_of_known_answers(make_trainer: Any, model_folder: str, tmp_path: Path) -> None:
+    """Questions without an answer beside them change nothing, in one batch and in several."""
+    known, found = ROWS[2:], []
+    for name, rows, size in (("all", [*QUESTIONS["alpaca"], *known], 1), ("some", known, 4), ("both", ROWS[2:], 1)):
+        module, path = _module(model_folder, Length()), _file(tmp_path, rows, f"{name}.jsonl")
+        trainer = make_trainer(max_epochs=1)
+        trainer.validate(module, data_of(path, val_path=path, micro_batch_size=size), verbose=False)
+        found.append([float(trainer.callback_metrics[f"val/{one}"]) for one in ("loss", "token_accuracy")])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[1] == pytest.approx(found[2], rel=1e-5)
