@@ -269,6 +269,7 @@ def load_adapters(
     model = PeftModel.from_pretrained(base, str(adapters[0].folder), adapter_name=names[0])
     for name, adapter in zip(names[1:], adapters[1:], strict=True):
         model.load_adapter(str(adapter.folder), adapter_name=name)
+    _name_layers(model)
     # PEFT sets lora_alpha = r for the sum, a scaling of 1, which rsLoRA would turn into sqrt(r).
     cast(LoraConfig, model.peft_config[names[0]]).use_rslora = False
     weights = [adapter.weight for adapter in adapters]
@@ -284,6 +285,17 @@ def load_adapters(
     exact = "the weighted sum exactly" if combination == "cat" else "not the weighted sum exactly, as cat is"
     rank_zero_info(f"{summands} -> one adapter of rank {rank} ({combination}: {exact})")
     return model
+
+
+def _name_layers(model: PeftModel) -> None:
+    """Select the layers of each adapter by their full names: PEFT reads for the sum what else the first one selects by.
+
+    Full names can be added up where some adapters have patterns and others lists, too.
+    """
+    layers = [(name, part) for name, part in model.base_model.model.named_modules() if isinstance(part, LoraLayer)]
+    for adapter, config in model.peft_config.items():
+        config.target_modules = {name for name, layer in layers if adapter in layer.r}
+        config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
 
 
 @torch.no_grad()

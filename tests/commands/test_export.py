@@ -122,6 +122,10 @@ PAIRS = {
     "other ranks and layers": (lora(), lora(r=7, lora_alpha=3, target_modules=["q_proj", "down_proj"])),
     "rsLoRA": (lora(use_rslora=True), lora(r=8, use_rslora=True)),
     "ranks by layer": (lora(rank_pattern={"layers.0.self_attn.q_proj": 2}), lora()),
+    "layers that the first one leaves out": (
+        lora(exclude_modules=["v_proj"], layers_to_transform=[0], alpha_pattern={"q_proj": 3}),
+        lora(target_modules=r".*\.(v_proj|down_proj)"),
+    ),
 }
 
 
