@@ -24,6 +24,7 @@ from lit_ft.model.files.fingerprint import FILE, check_same_base, read_fingerpri
 from lit_ft.model.spec import ModelSpec
 from lit_ft.tuning import bottleneck  # noqa: F401 (the method of bottleneck is known to PEFT once it is imported)
 from lit_ft.tuning.compatibility import check_situation
+from lit_ft.tuning.wrapping import give_values, takes_shapes_from_weights
 
 Combination = Literal[
     "cat",
@@ -144,8 +145,11 @@ class Adapter:
         config = self.config
         if isinstance(config, LoraConfig) and isinstance(config.init_lora_weights, str):
             config.init_lora_weights = True  # other inits read weights, which a skeleton does not have
+        give_values(skeleton, config)
         with explained(f"{name} does not fit {type(skeleton).__name__}", "name its base, or put back its files"):
             model = get_peft_model(skeleton, config)
+        if takes_shapes_from_weights(config):
+            return
         file = self.folder / "adapter_model.safetensors"
         held = dict(size_check.shapes_of(file, name))
         for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items():
