@@ -21,8 +21,10 @@ from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
 from lit_ft.megatron.formats.names import Naming
 from lit_ft.megatron.formats.safe_pickle import load
 from lit_ft.megatron.layout import Layout
+from lit_ft.megatron.shape import LLAMA3_ROPE
 
 LEGACY = Naming("torch", "te", has_experts=False, grouped=False)
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, **LLAMA3_ROPE}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,7 @@ def test_sizes_that_do_not_divide(
         ({"model_type": "gpt_neox"}, ("'gpt_neox'", "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe")),
         ({"vocab_size": 200}, ("tokenizer has", "vocab_size=200")),
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.7}}, ("rope_theta=10000.7", "whole number")),
         ({"intermediate_size": 128}, ("mlp.gate_proj.weight", "(96, 48)", "(128, 48)")),
         ({"num_hidden_layers": 1, "layer_types": None}, ("model.layers.1.", "would be lost")),
     ],
@@ -122,6 +125,7 @@ def test_an_untied_head_of_a_tied_model(capsys: Any, model_folder: str, tmp_path
         ({"intermediate_size": 128}, ("ffn_hidden_size=96", "128")),
         ({"num_hidden_layers": 4, "layer_types": None}, ("num_layers=2", "4 by --like")),
         ({"rms_norm_eps": 1e-5}, ("norm_epsilon=1e-06", "1e-05")),
+        ({"rope_parameters": LLAMA_3}, ("use_rope_scaling=False there, and True by --like",)),
         ({"vocab_size": 600}, ("embedding.word_embeddings.weight", "(512, 48)", "600 rows")),
     ],
 )
