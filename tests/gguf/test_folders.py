@@ -34,9 +34,11 @@ from lit_ft.data.text.chat_template import BUILT_IN
 from lit_ft.errors import RecipeError
 from lit_ft.gguf import WeightType, weights
 from lit_ft.gguf.folders import check_convertible, write_adapter_folder, write_merged_folder
+from lit_ft.gguf.hyperparameters import context_length
 from lit_ft.gguf.ollama import ollama_name
 from lit_ft.gguf.pre_tokenizers import EXPRESSIONS
 from lit_ft.gguf.verification import check_tensors
+from lit_ft.model.config.positions import positions_in
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
@@ -178,6 +180,9 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 320,
 }
 GEMMA4_EXPERTS = {
+    "rope_parameters": by_layer(
+        {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25, "factor": 2.0}, ROPE
+    ),
     "enable_moe_block": True,
     "num_experts": 4,
     "top_k_experts": 2,
@@ -262,6 +267,14 @@ def test_llama_cpp_computes_what_transformers_does(
     file = f"model-{weight_type}.gguf"
     assert sorted(path.name for path in folder.iterdir()) == ["Modelfile", "README.md", "manifest.json", file]
     assert f"llama-server -m {file} --jinja" in (folder / "README.md").read_text()
+
+
+def test_positions_of_a_file_are_those_of_training() -> None:
+    for rope, positions in ((by_layer(LINEAR, ROPE), 256), (by_layer(ROPE), 256)):
+        config = CONFIG_MAPPING["gemma3_text"](**SIZES | GEMMA | {"rope_parameters": rope})
+        assert context_length(config, has_windows=True) == positions_in(config) == positions
+        assert context_length(config, has_windows=False) == config.sliding_window
+    assert context_length(LlamaConfig(**SIZES | {"rope_parameters": LINEAR}), has_windows=True) == 512
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "llama", "phi3", "gemma3_text", "qwen2_moe"])
