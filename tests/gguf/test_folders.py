@@ -294,6 +294,23 @@ def test_an_adapter_of_all_linear_layers(kind: str, tmp_path: Path, caplog: pyte
     assert "GGUF verified: llama.cpp's log-probabilities differ by" in caplog.text
 
 
+def test_an_adapter_alone_needs_no_file_of_its_base_without_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    monkeypatch.setattr("lit_ft.gguf.folders.has_llama", lambda: False)
+    base = random(LlamaForCausalLM, LlamaConfig)
+    adapted = peft.get_peft_model(deepcopy(base), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    arguments = (adapted.save_pretrained, lambda: deepcopy(base), llama3_tokenizer())
+    for weight_type, files in ((None, set()), ("f32", {"base-f32.gguf"})):
+        caplog.clear()
+        with pytest.warns(UserWarning, match="llama.cpp was not run"):
+            write_adapter_folder(tmp_path / "gguf", "tiny", *arguments, weight_type)
+        written_files = {path.name for path in (tmp_path / "gguf").glob("*.gguf")}
+        assert written_files == {"adapter.gguf", *files}
+        assert ("base-f32.gguf: " in caplog.text) is bool(files)
+
+
 def test_the_tokens_of_the_file_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = llama3_tokenizer()
     tokenizer.add_tokens(["<think>"])
