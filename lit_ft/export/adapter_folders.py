@@ -281,6 +281,8 @@ def load_adapters(
         model.base_model.add_weighted_adapter(names, weights, "default", combination, density=density)
     except ValueError as error:
         raise RecipeError(f"combination={combination}: {error}") from error
+    summed = (layer for layer in model.modules() if isinstance(layer, LoraLayer))
+    assert all("default" in layer.r for layer in summed), "PEFT has left a layer out of the sum"
     model.set_adapter("default")
     for name in names:
         model.delete_adapter(name)
