@@ -10,7 +10,8 @@ class BufferWatch:
     """Copies of a model's floating-point persistent buffers before training, to compare with those after it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._built = {name: _on_cpu(buffer) for name, buffer in persistent_buffers(model) if _can_train(buffer)}
+        buffers = {name: buffer.detach() for name, buffer in persistent_buffers(model) if _can_train(buffer)}
+        self._built = {name: buffer.to("cpu", copy=True) for name, buffer in buffers.items()}
         self._has_warned = False
 
     def warn_of_changes(self, model: nn.Module) -> None:
@@ -22,7 +23,7 @@ class BufferWatch:
         changed = [
             name
             for name, built in self._built.items()
-            if name in here and not torch.equal(_on_cpu(here[name]).to(built.dtype), built)
+            if name in here and not torch.equal(here[name].detach().to(built), built)
         ]
         if changed and not self._has_warned:
             self._has_warned = True
@@ -34,7 +35,3 @@ class BufferWatch:
 
 def _can_train(buffer: Tensor) -> bool:
     return buffer.is_floating_point() and not buffer.is_meta
-
-
-def _on_cpu(buffer: Tensor) -> Tensor:
-    return buffer.detach().to("cpu", copy=True)

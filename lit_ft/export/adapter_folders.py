@@ -24,6 +24,7 @@ from lit_ft.model.files.fingerprint import FILE, check_same_base, read_fingerpri
 from lit_ft.model.spec import ModelSpec
 from lit_ft.tuning import bottleneck  # noqa: F401 (the method of bottleneck is known to PEFT once it is imported)
 from lit_ft.tuning.compatibility import check_situation
+from lit_ft.tuning.wrapping import give_values, takes_shapes_from_weights
 
 Combination = Literal[
     "cat",
@@ -144,8 +145,11 @@ class Adapter:
         config = self.config
         if isinstance(config, LoraConfig) and isinstance(config.init_lora_weights, str):
             config.init_lora_weights = True  # other inits read weights, which a skeleton does not have
+        give_values(skeleton, config)
         with explained(f"{name} does not fit {type(skeleton).__name__}", "name its base, or put back its files"):
             model = get_peft_model(skeleton, config)
+        if takes_shapes_from_weights(config):
+            return
         file = self.folder / "adapter_model.safetensors"
         held = dict(size_check.shapes_of(file, name))
         for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items():
@@ -269,6 +273,7 @@ def load_adapters(
     model = PeftModel.from_pretrained(base, str(adapters[0].folder), adapter_name=names[0])
     for name, adapter in zip(names[1:], adapters[1:], strict=True):
         model.load_adapter(str(adapter.folder), adapter_name=name)
+    _name_layers(model)
     # PEFT sets lora_alpha = r for the sum, a scaling of 1, which rsLoRA would turn into sqrt(r).
     cast(LoraConfig, model.peft_config[names[0]]).use_rslora = False
     weights = [adapter.weight for adapter in adapters]
@@ -276,6 +281,8 @@ def load_adapters(
         model.base_model.add_weighted_adapter(names, weights, "default", combination, density=density)
     except ValueError as error:
         raise RecipeError(f"combination={combination}: {error}") from error
+    summed = (layer for layer in model.modules() if isinstance(layer, LoraLayer))
+    assert all("default" in layer.r for layer in summed), "PEFT has left a layer out of the sum"
     model.set_adapter("default")
     for name in names:
         model.delete_adapter(name)
@@ -284,6 +291,17 @@ def load_adapters(
     exact = "the weighted sum exactly" if combination == "cat" else "not the weighted sum exactly, as cat is"
     rank_zero_info(f"{summands} -> one adapter of rank {rank} ({combination}: {exact})")
     return model
+
+
+def _name_layers(model: PeftModel) -> None:
+    """Select the layers of each adapter by their full names: PEFT reads for the sum what else the first one selects by.
+
+    Full names can be added up where some adapters have patterns and others lists, too.
+    """
+    layers = [(name, part) for name, part in model.base_model.model.named_modules() if isinstance(part, LoraLayer)]
+    for adapter, config in model.peft_config.items():
+        config.target_modules = {name for name, layer in layers if adapter in layer.r}
+        config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ def write_adapter_folder(
         build_base: function that builds the base model with its weights, not quantized.
         tokenizer: tokenizer of both.
         weight_type: type of the base model's GGUF file that is written beside the adapter's; None writes one in the
-            base's dtype, for the comparison, and removes it.
+            base's dtype for the comparison by llama.cpp, where that is installed, and removes it.
 
     Raises:
         MergeFailed: the files are not the model; nothing is written.
@@ -183,7 +183,8 @@ def write_adapter_folder(
         save_merged(base, model.folder, tokenizer, texts=generation_texts(base, tokenizer), text_only=True)
         del base  # the comparison reads it anew, in the precision of the file
         base_file, adapter_file = temporary / BASE.format(base_type), temporary / ADAPTER
-        model.write(base_file, "base", base_type)
+        if weight_type is not None or has_llama():
+            model.write(base_file, "base", base_type)
         weights = AdapterWeights(peft, model.config, model.family)
         write_adapter(adapter_file, name, weights)
         count = check_tensors(adapter_file, weights)
@@ -194,10 +195,10 @@ def write_adapter_folder(
 
         model.check(base_file, base_type, reference, adapter_file)
         if weight_type is None:
-            base_file.unlink()
+            base_file.unlink(missing_ok=True)
+        _write_texts(temporary, name, model, None if weight_type is None else base_file.name, ADAPTER)
         for source in (model.folder, peft):
             shutil.rmtree(source)
-        _write_texts(temporary, name, model, None if weight_type is None else base_file.name, ADAPTER)
 
     write_atomically(folder, write, None)
 

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lit_ft.model.architecture import Architecture
-from lit_ft.model.config.positions import positions_of
+from lit_ft.model.config.positions import positions_in
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PROPORTIONAL = "proportional"
@@ -31,7 +31,8 @@ def context_length(config: PretrainedConfig, has_windows: bool) -> int:
         config: config of the model.
         has_windows: whether llama.cpp computes sliding windows of such a model; otherwise they are a limit.
     """
-    positions = positions_of(config.max_position_embeddings, rope_of(config)[0])
+    positions = positions_in(config)
+    assert positions is not None  # all families that are written state it
     window = None if has_windows else getattr(config, "sliding_window", None)
     return min(positions, window) if window else positions
 
@@ -161,7 +162,7 @@ def rope_divisors(config: PretrainedConfig) -> torch.Tensor | None:
     head_dim = _of_kind(config, FULL).head_dim
     if rope["rope_type"] == PROPORTIONAL:
         rotated = int(head_dim * rope["partial_rotary_factor"]) // 2
-        return torch.tensor([1.0] * rotated + [_NOT_ROTATED] * (head_dim // 2 - rotated))
+        return torch.tensor([rope.get("factor") or 1.0] * rotated + [_NOT_ROTATED] * (head_dim // 2 - rotated))
     if rope["rope_type"] != "llama3":
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))

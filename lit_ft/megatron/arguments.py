@@ -34,11 +34,11 @@ def model_arguments(shape: ModelShape) -> dict[str, Value]:
         "rotary_base": int(shape.rotary_base),
         "rotary_percent": 1.0,
         "untie_embeddings_and_output_weights": not shape.is_tied,
+        "use_rope_scaling": shape.rope_factor is not None,
+        "window_size": None if shape.window is None else f"{shape.window - 1},0",  # before and after a token
     }
     if shape.rope_factor is not None:
-        values |= {"use_rope_scaling": True, "rope_scaling_factor": shape.rope_factor}
-    if shape.window is not None:
-        values["window_size"] = f"{shape.window - 1},0"  # before and after a token
+        values["rope_scaling_factor"] = shape.rope_factor
     if shape.experts:
         values |= {
             "num_experts": shape.experts,
@@ -137,8 +137,11 @@ _COMPARED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("norm_epsilon", "rotary_base", "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "add_qkv_bias"),
     *("qk_layernorm", "swiglu", "normalization", "untie_embeddings_and_output_weights", "moe_router_pre_softmax"),
+    "rope_scaling_factor",
 )
 """Arguments that must be those of the model that ``--like`` names."""
+_SWITCHES = ("use_rope_scaling", "window_size")
+"""Further ones, which a model may have or not: one that is recorded as None or False is compared too."""
 
 
 def check_arguments(saved: Namespace, shape: ModelShape, where: str, like: str) -> None:
@@ -149,12 +152,15 @@ def check_arguments(saved: Namespace, shape: ModelShape, where: str, like: str) 
     """
     expected = model_arguments(shape)
     recorded = {"norm_epsilon": getattr(saved, "layernorm_epsilon", None), **vars(saved)}
-    for name in _COMPARED:
-        required = expected.get(name)
+    for name in (*_COMPARED, *_SWITCHES):
+        there, required = recorded.get(name), expected.get(name)
         if name == "ffn_hidden_size" and shape.experts:
             continue  # of dense layers, which the model does not have
-        if recorded.get(name) is not None and required is not None and recorded[name] != required:
+        if name == "window_size" and isinstance(there, tuple | list):  # as Megatron parses the option
+            there = ",".join(map(str, there))
+        is_recorded = name in recorded if name in _SWITCHES else None not in (there, required)
+        if is_recorded and (there or None) != (required or None):
             raise RecipeError(
-                f"{where}: {name}={recorded[name]} there, and {required} by --like {like}; name the model that the "
+                f"{where}: {name}={there} there, and {required} by --like {like}; name the model that the "
                 "checkpoint was made of"
             )

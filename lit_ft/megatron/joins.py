@@ -4,8 +4,6 @@ Tensor parallelism divides heads and rows before they are joined, so both functi
 on the whole: ``join`` of the rank's parts is the rank's part of the joined weight.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -26,11 +24,6 @@ def join(tensors: list[Tensor], how: Join, head_dim: int) -> Tensor:
         grouped = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
         return torch.cat(grouped, dim=1).flatten(0, 1)
     return torch.cat(tensors) if how == "stacked" else tensors[0]
-
-
-def concatenate(parts: Sequence[Tensor], dimension: int) -> Tensor:
-    """Parts one behind another; a single one is not copied."""
-    return torch.cat(list(parts), dim=dimension) if len(parts) > 1 else parts[0]
 
 
 def separate(weight: Tensor, how: Join, head_dim: int, queries_per_key: int) -> list[Tensor]:

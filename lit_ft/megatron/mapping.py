@@ -7,7 +7,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.megatron.families import HEAD, Key, Part
 from lit_ft.megatron.formats.hugging_face import TensorInfo, Weights
 from lit_ft.megatron.formats.source import MegatronSource
-from lit_ft.megatron.joins import concatenate, join, separate
+from lit_ft.megatron.joins import join, separate
 from lit_ft.megatron.layout import Layout
 from lit_ft.megatron.shape import ModelShape
 
@@ -170,5 +170,6 @@ class AsHuggingFace:
                 "model that the checkpoint was made of"
             )
         separated = [separate(part, weight.join, shape.head_dim, shape.heads // shape.groups) for part in parts]
-        whole = [concatenate(pieces, weight.split or 0) for pieces in zip(*separated, strict=True)]
+        by_tensor = zip(*separated, strict=True)
+        whole = [torch.cat(pieces, weight.split or 0) if len(pieces) > 1 else pieces[0] for pieces in by_tensor]
         return [tensor[: size[0]] for tensor, size in zip(whole, sizes, strict=True)]

@@ -99,7 +99,7 @@ class ModelShape:
             norm_epsilon=options["rms_norm_eps"],
             rotary_base=rope["rope_theta"],
             rope_factor=rope["factor"] if rope["rope_type"] == "llama3" else None,
-            window=options.get("sliding_window") if config.model_type == "mistral" else None,
+            window=options.get("sliding_window") if config.model_type in ("mistral", "mixtral") else None,
             is_tied=known.is_tied,
             experts=experts if has_experts else 0,
             experts_per_token=known.experts_per_token if has_experts else 1,
@@ -131,6 +131,9 @@ def _check_options(options: dict[str, object], where: str) -> None:
         expected |= LLAMA3_ROPE
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         given["partial_rotary_factor"], expected["partial_rotary_factor"] = rope["partial_rotary_factor"], 1.0
+    theta = rope["rope_theta"]
+    if theta != int(theta):
+        given["rope_theta"], expected["rope_theta"] = theta, "a whole number"
     for name, value in given.items():
         raise RecipeError(
             f"{where}: config.json: {name}={value!r} is not {expected[name]!r}, and Megatron's model would compute "

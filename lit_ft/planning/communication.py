@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
 from lit_ft.gradient_norm import local
 from lit_ft.model.architecture import Architecture
@@ -162,8 +163,7 @@ class Communication:
 
     def _along_context(self, ranks: int) -> float:
         """Bytes for keys and values of all ranks' tokens, for their gradients, and for the loss of each token."""
-        model, shards = Architecture.of(self.base.config), self.sizes.tensor
-        keys_values = self.tokens * ranks * 2 * model.kv_heads // shards * model.head_dim * self.itemsize
+        keys_values = self.tokens * ranks * key_value_width(self.base.config) // self.sizes.tensor * self.itemsize
         total = communication_formulas.context_bytes(keys_values, ranks, *self._layers(), sum(self.recomputed))
         loss = any(piece.is_last for piece in self.pieces) * self.step.batches * (self.step.targets + 1) * 4
         return total + communication_formulas.reduced(loss, ranks)
@@ -208,6 +208,19 @@ class Communication:
             gradient = elements * (self.policy.reduce_dtype or parameter.dtype).itemsize * parameter.requires_grad
             total += communication_formulas.gathered(weights * times + gradient, ranks)
         return total
+
+
+def key_value_width(config: PretrainedConfig) -> int:
+    """Elements of a token's keys and values in a layer, as its attention computes them.
+
+    Latent attention (DeepSeek-V3) computes those of all heads, of two sizes, of its latent vector.
+    """
+    values = config.get_text_config().to_dict()
+    if values.get("kv_lora_rank"):
+        sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return int(values["num_attention_heads"] * sum(values[size] for size in sizes))
+    model = Architecture.of(config)
+    return 2 * model.kv_heads * model.head_dim
 
 
 _REPLICAS = {"data_parallel", "context_parallel", "shard", "copies"}

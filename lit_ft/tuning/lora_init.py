@@ -204,7 +204,9 @@ def run_lora_init(
         f"adapter init {init}: " + (f"{len(batches)} micro-batches of training data" if batches else "SVD of layers")
     )
     if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
-        config.target_modules = _names_of_targets(wrap(with_default_init(config)))  # PEFT's preprocessing needs a list
+        probe = wrap(with_default_init(config))
+        config.target_modules = set(probe.targeted_module_names)  # PEFT's preprocessing needs names
+        probe.base_model.unload()
     with _weights_kept(base, init):
         if init == "corda":
             preprocess_corda(base, config, run_model=lambda: _run(forward, batches))
@@ -233,12 +235,6 @@ def _state_after(model: PeftModel, init: str) -> LoraInitState:
         settings = {name: getattr(config, name) for name in ("rank_pattern", "alpha_pattern")}
         settings["target_modules"] = sorted(config.target_modules)
     return LoraInitState(settings=settings, taken=taken)
-
-
-def _names_of_targets(probe: PeftModel) -> list[str]:
-    names = {name.rsplit(".", 1)[-1] for name in probe.targeted_module_names}
-    probe.base_model.unload()
-    return sorted(names)
 
 
 def restore(model: PeftModel, start: LoraInitState) -> PeftModel:
@@ -359,14 +355,26 @@ def _loftq(model: PeftModel, original: nn.Module) -> None:
 
 
 def save_as_plain_lora(
-    model: PeftModel, start: LoraInitState, folder: Path, state_dict: dict[str, Tensor] | None = None
+    model: PeftModel,
+    start: LoraInitState,
+    has_own_embeddings: bool,
+    folder: Path,
+    state_dict: dict[str, Tensor] | None = None,
 ) -> None:
     """Write an adapter, whose initial value was subtracted from the base, as one for the unchanged base.
 
     ``W - s B0 A0 + s B A`` is ``W + s [B, -B0] [A; A0]``: LoRA of twice the rank with the same scaling.
+
+    Args:
+        model: model with the adapter.
+        start: state of the adapter's init.
+        has_own_embeddings: whether the adapter holds embeddings of added tokens, so that the base's are not written.
+        folder: path of the adapter's folder.
+        state_dict: weights by their names in ``model``; None takes them from there.
     """
     config = cast(LoraConfig, copy.deepcopy(model.peft_config["default"]))
-    state = get_peft_model_state_dict(model, state_dict)
+    with_embeddings = False if has_own_embeddings else "auto"
+    state = get_peft_model_state_dict(model, state_dict, save_embedding_layers=with_embeddings)
     for name, tensor in start["taken"].items():
         tensor = tensor.to(state[name])
         is_down = name.endswith("lora_A.weight")
@@ -378,4 +386,9 @@ def save_as_plain_lora(
     config.inference_mode = True
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
+    places: set[int] = set()
+    for name, tensor in state.items():
+        if (place := tensor.untyped_storage().data_ptr()) in places:
+            state[name] = tensor.clone()  # tied embeddings: safetensors takes no tensor twice
+        places.add(place)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "adapter_model.safetensors")

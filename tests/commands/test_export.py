@@ -15,6 +15,7 @@ from model_folders import change, untied
 from safetensors.torch import load_file, save_file
 from shared_fixtures import make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from tuning_methods import METHODS
 
 from lit_ft.cli import main
 
@@ -106,6 +107,9 @@ def write_adapter(folder: Path, base: Path, config: peft.PeftConfig, seed: int) 
     """An adapter of random weights, and what it adds to each weight of the base."""
     torch.manual_seed(seed)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for weight in filter(lambda weight: not weight.any(), model.parameters()):
+            weight.normal_(std=0.1 * weight.requires_grad)
     model.save_pretrained(folder)
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
     after = model.merge_and_unload().state_dict()
@@ -122,6 +126,10 @@ PAIRS = {
     "other ranks and layers": (lora(), lora(r=7, lora_alpha=3, target_modules=["q_proj", "down_proj"])),
     "rsLoRA": (lora(use_rslora=True), lora(r=8, use_rslora=True)),
     "ranks by layer": (lora(rank_pattern={"layers.0.self_attn.q_proj": 2}), lora()),
+    "layers that the first one leaves out": (
+        lora(exclude_modules=["v_proj"], layers_to_transform=[0], alpha_pattern={"q_proj": 3}),
+        lora(target_modules=r".*\.(v_proj|down_proj)"),
+    ),
 }
 
 
@@ -154,6 +162,18 @@ def test_one_adapter_is_picked_or_scaled(lit_ft: Any, base: Path, tmp_path: Path
         merged, before = weights(tmp_path / "merged"), weights(base)
         for name in before:
             torch.testing.assert_close(merged[name], before[name] + weight * delta[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("method", ["AdaMSS", "SHiRA", "VeLoRA"])
+def test_an_adapter_whose_method_reads_weights_as_it_is_created(
+    lit_ft: Any, base: Path, tmp_path: Path, method: str
+) -> None:
+    folder, delta = write_adapter(tmp_path / "one", base, METHODS[method], 0)
+    lit_ft("export", "--adapter", folder, "--out", tmp_path / "merged", "--merge")
+    merged, before = weights(tmp_path / "merged"), weights(base)
+    assert any(change.any() for change in delta.values())
+    for name in before:
+        torch.testing.assert_close(merged[name], before[name] + delta[name], atol=1e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,17 @@ from peft import LoraConfig
 from ranks import LiveRanks
 from shared_fixtures import tiny_qwen2
 from torch import nn
+from transformers import DeepseekV3Config
 
 from benchmarks.parallel.parallel_bytes import measure, save_config
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.cli import main
 from lit_ft.commands.plan import pretended_rank
 from lit_ft.internals.torch import HAS_ZERO_BUBBLE
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas, timeline_plot
+from lit_ft.planning.communication import key_value_width
 from lit_ft.planning.memory import Memory, memory_of, optimizer_bytes
 from lit_ft.planning.pipeline_timeline import Work, idle_fraction, most_in_flight, order, timeline
 from lit_ft.planning.report import MIB
@@ -73,6 +76,14 @@ def test_head() -> None:
 def test_context_and_experts() -> None:
     assert communication_formulas.context_bytes(1000, 4, layers=3, back=2, recomputed=1) == 6 * 750
     assert communication_formulas.expert_bytes(10, 2, 64, ranks=4) == 2 * 10 * 2 * 64 * 3 / 4
+
+
+def test_elements_of_keys_and_values() -> None:
+    assert key_value_width(tiny_config("qwen2")) == 2 * 2 * 16
+    config = tiny_config("deepseek_v3")
+    latent = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    assert key_value_width(config) == latent
+    assert key_value_width(DeepseekV3Config()) == 128 * (192 + 128)
 
 
 # --- timeline -------------------------------------------------------------------------------------------

@@ -34,9 +34,11 @@ from lit_ft.data.text.chat_template import BUILT_IN
 from lit_ft.errors import RecipeError
 from lit_ft.gguf import WeightType, weights
 from lit_ft.gguf.folders import check_convertible, write_adapter_folder, write_merged_folder
+from lit_ft.gguf.hyperparameters import context_length
 from lit_ft.gguf.ollama import ollama_name
 from lit_ft.gguf.pre_tokenizers import EXPRESSIONS
 from lit_ft.gguf.verification import check_tensors
+from lit_ft.model.config.positions import positions_in
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
@@ -178,6 +180,9 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 320,
 }
 GEMMA4_EXPERTS = {
+    "rope_parameters": by_layer(
+        {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25, "factor": 2.0}, ROPE
+    ),
     "enable_moe_block": True,
     "num_experts": 4,
     "top_k_experts": 2,
@@ -264,6 +269,14 @@ def test_llama_cpp_computes_what_transformers_does(
     assert f"llama-server -m {file} --jinja" in (folder / "README.md").read_text()
 
 
+def test_positions_of_a_file_are_those_of_training() -> None:
+    for rope, positions in ((by_layer(LINEAR, ROPE), 256), (by_layer(ROPE), 256)):
+        config = CONFIG_MAPPING["gemma3_text"](**SIZES | GEMMA | {"rope_parameters": rope})
+        assert context_length(config, has_windows=True) == positions_in(config) == positions
+        assert context_length(config, has_windows=False) == config.sliding_window
+    assert context_length(LlamaConfig(**SIZES | {"rope_parameters": LINEAR}), has_windows=True) == 512
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "llama", "phi3", "gemma3_text", "qwen2_moe"])
 def test_an_adapter_of_all_linear_layers(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
@@ -279,6 +292,23 @@ def test_an_adapter_of_all_linear_layers(kind: str, tmp_path: Path, caplog: pyte
 
     write_adapter_folder(tmp_path / "gguf", "tiny", save, lambda: base.to(torch.bfloat16), tokenizer(), "f32")
     assert "GGUF verified: llama.cpp's log-probabilities differ by" in caplog.text
+
+
+def test_an_adapter_alone_needs_no_file_of_its_base_without_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    monkeypatch.setattr("lit_ft.gguf.folders.has_llama", lambda: False)
+    base = random(LlamaForCausalLM, LlamaConfig)
+    adapted = peft.get_peft_model(deepcopy(base), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    arguments = (adapted.save_pretrained, lambda: deepcopy(base), llama3_tokenizer())
+    for weight_type, files in ((None, set()), ("f32", {"base-f32.gguf"})):
+        caplog.clear()
+        with pytest.warns(UserWarning, match="llama.cpp was not run"):
+            write_adapter_folder(tmp_path / "gguf", "tiny", *arguments, weight_type)
+        written_files = {path.name for path in (tmp_path / "gguf").glob("*.gguf")}
+        assert written_files == {"adapter.gguf", *files}
+        assert ("base-f32.gguf: " in caplog.text) is bool(files)
 
 
 def test_the_tokens_of_the_file_are_those_of_the_tokenizer(tmp_path: Path) -> None:

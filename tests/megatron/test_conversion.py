@@ -1,5 +1,7 @@
 """Hugging Face -> Megatron -> Hugging Face, for each family, format and kind of layout."""
 
+import shutil
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
@@ -14,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.megatron_core import on_cpu
-from lit_ft.megatron.arguments import saved_arguments
+from lit_ft.megatron.arguments import check_arguments, saved_arguments
 from lit_ft.megatron.checks import core_model
 from lit_ft.megatron.checks.core_model import CoreCheckpoint
 from lit_ft.megatron.checks.logits import check_logits
-from lit_ft.megatron.conversion import open_checkpoint, to_hugging_face, to_megatron
+from lit_ft.megatron.conversion import ARGUMENTS, open_checkpoint, to_hugging_face, to_megatron
 from lit_ft.megatron.families import FAMILIES, Family
 from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
 from lit_ft.megatron.formats.legacy import FILE
@@ -100,6 +102,34 @@ def test_an_error_in_a_table_is_found(
     with pytest.raises(RecipeError, match="logits of a model of its first and last layer"):
         to_megatron(models["qwen3"], tmp_path / "ckpt", TWO_BY_TWO, naming("torch"), "reduced")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_window_of_any_length_is_converted_and_compared(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixtral's, which is longer than the sequence of the comparison."""
+    AutoModelForCausalLM.from_pretrained(models["mixtral"], sliding_window=4096).save_pretrained(tmp_path / "model")
+    arguments = (str(tmp_path / "model"), tmp_path / "ckpt", Layout(), naming("torch_dist"), "reduced")
+    to_megatron(*arguments)
+    assert "--window-size 4095,0\n" in (tmp_path / "ckpt" / ARGUMENTS).read_text()
+    shutil.rmtree(tmp_path / "ckpt")
+    of = ModelShape.of
+    monkeypatch.setattr(ModelShape, "of", lambda *given: replace(of(*given), window=None))
+    with pytest.raises(RecipeError, match="logits of a model of its first and last layer"):
+        to_megatron(*arguments)
+
+
+@pytest.mark.parametrize("recorded", [None, "7,0", (7, 0), [15, 0]])
+def test_a_window_is_that_of_the_model(models: dict[str, str], recorded: object) -> None:
+    """As Megatron records it, and as it is written here; the model's has 16 tokens."""
+    shape = ModelShape.of(load_config(models["mistral"]), "x")
+    if recorded == [15, 0]:
+        check_arguments(Namespace(window_size=recorded), shape, "ckpt", "like")
+        check_arguments(Namespace(), shape, "ckpt", "like")  # not recorded
+        return
+    with pytest.raises(RecipeError, match=r"window_size=(None|7,0) there, and 15,0 by --like like; name the model"):
+        check_arguments(Namespace(window_size=recorded), shape, "ckpt", "like")
 
 
 @needs_core

@@ -6,23 +6,28 @@ import resource
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 import torch
 from command_line import here, recipe, run
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lit_ft.cli import main
 from lit_ft.megatron import conversion
-from lit_ft.megatron.formats import legacy
+from lit_ft.megatron.formats import legacy, torch_dist
 from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
 from lit_ft.megatron.formats.names import Naming
 from lit_ft.megatron.formats.safe_pickle import load
 from lit_ft.megatron.layout import Layout
+from lit_ft.megatron.shape import LLAMA3_ROPE
 
 LEGACY = Naming("torch", "te", has_experts=False, grouped=False)
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, **LLAMA3_ROPE}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,7 @@ def test_sizes_that_do_not_divide(
         ({"model_type": "gpt_neox"}, ("'gpt_neox'", "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe")),
         ({"vocab_size": 200}, ("tokenizer has", "vocab_size=200")),
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.7}}, ("rope_theta=10000.7", "whole number")),
         ({"intermediate_size": 128}, ("mlp.gate_proj.weight", "(96, 48)", "(128, 48)")),
         ({"num_hidden_layers": 1, "layer_types": None}, ("model.layers.1.", "would be lost")),
     ],
@@ -122,6 +128,7 @@ def test_an_untied_head_of_a_tied_model(capsys: Any, model_folder: str, tmp_path
         ({"intermediate_size": 128}, ("ffn_hidden_size=96", "128")),
         ({"num_hidden_layers": 4, "layer_types": None}, ("num_layers=2", "4 by --like")),
         ({"rms_norm_eps": 1e-5}, ("norm_epsilon=1e-06", "1e-05")),
+        ({"rope_parameters": LLAMA_3}, ("use_rope_scaling=False there, and True by --like",)),
         ({"vocab_size": 600}, ("embedding.word_embeddings.weight", "(512, 48)", "600 rows")),
     ],
 )
@@ -233,16 +240,44 @@ def test_an_interrupted_conversion_continues(
     }.items()
 
 
-def test_a_full_disk_is_one_line_and_the_conversion_continues(capsys: Any, model_folder: str, tmp_path: Path) -> None:
+def test_an_index_is_whole_or_not_there(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each layer is read as the chunk that it is, without a search among those of all layers."""
+
+    def killed(_: object, file: IO[bytes]) -> None:
+        file.write(b"\x80")
+        file.flush()
+        raise KeyboardInterrupt
+
+    arguments = (model_folder, tmp_path / "ckpt", Layout(), replace(LEGACY, format="torch_dist"), "reduced")
+    monkeypatch.setattr(torch_dist, "pickle", SimpleNamespace(dump=killed))
+    with pytest.raises(KeyboardInterrupt):
+        conversion.to_megatron(*arguments)
+    monkeypatch.undo()
+    searched = []
+
+    def search(name: str, tensor: Any, chunks: Any) -> Any:
+        searched.append(len(tensor.chunks))
+        return create_read_items_for_chunk_list(name, tensor, chunks)
+
+    monkeypatch.setattr(torch_dist, "create_read_items_for_chunk_list", search)
+    conversion.to_megatron(*arguments)
+    assert set(searched) == {1}
+    assert not list((tmp_path / "ckpt" / "release").glob("*.partial"))
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+def test_a_full_disk_is_one_line_and_the_conversion_continues(
+    capsys: Any, model_folder: str, tmp_path: Path, format: str
+) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # what the kernel does at a quota
     try:
-        said = to_megatron(capsys, model_folder, tmp_path / "ckpt")
+        said = to_megatron(capsys, model_folder, tmp_path / "ckpt", "--format", format)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert_line(said, "could not be written: File too large; make room, or write elsewhere")
     assert not (tmp_path / "ckpt").exists()
-    to_megatron(capsys, model_folder, tmp_path / "ckpt", "--verify", "reduced", code=0)
+    to_megatron(capsys, model_folder, tmp_path / "ckpt", "--format", format, "--verify", "reduced", code=0)
 
 
 def test_a_written_folder_is_not_replaced(capsys: Any, model_folder: str, checkpoint: Path) -> None:

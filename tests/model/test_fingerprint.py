@@ -56,6 +56,12 @@ def test_files_of_any_names_are_looked_at(base: Path) -> None:
     assert fingerprint(str(base))["weights"] != before["weights"]
 
 
+def test_files_that_are_not_read_are_not_looked_at(base: Path) -> None:
+    before = fingerprint(str(base))
+    shutil.copy(base / "model.safetensors", base / "model-00001-of-00002.safetensors")
+    assert fingerprint(str(base)) == before
+
+
 def test_a_config_that_computes_otherwise_is_seen(base: Path) -> None:
     before, config = fingerprint(str(base)), json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))

@@ -1,5 +1,6 @@
 """Checkpoints of modules of one's own under sharded strategies: what is saved, and that it is found again."""
 
+import resource
 import warnings
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lit_callbacks.distributed.gather import full_weights
 from peft import LoraConfig
@@ -16,6 +18,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.checkpointing.storage.sharded import save_sharded
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("saved states")]
@@ -156,6 +159,18 @@ def _save_on_a_full_disk(path: Path, saved_by: str) -> str:
 def test_a_file_that_rank_0_cannot_write_fails_on_all_ranks(tmp_path: Path, saved_by: str) -> None:
     """The others waited for it until the time limit of their process group."""
     assert on_ranks(2, _save_on_a_full_disk, tmp_path / "saved.ckpt", saved_by, timeout=60) == ["the disk is full"] * 2
+
+
+def test_a_folder_whose_rest_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # what the kernel does at a quota
+    try:
+        with pytest.raises(RecipeError, match=r"checkpoint '.*last.ckpt' could not be written: File too large; make"):
+            save_sharded({"state_dict": {"w": torch.zeros(4)}, "own": "x" * 100_000}, tmp_path / "last.ckpt", [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 ASYNC = {

@@ -94,6 +94,33 @@ def test_added_tokens_train_and_leave_whole(
             assert ((before - after).abs().amax(-1) > 1e-4).all()
 
 
+@pytest.mark.parametrize("in_full", [False, True], ids=["rows", "whole embeddings"])
+@pytest.mark.parametrize("tokens", [[], NEW, NEW + MANY], ids=["none", "spare rows", "resized"])
+def test_an_adapter_whose_product_was_subtracted_holds_its_own_embeddings_alone(
+    base: str, tmp_path: Path, in_full: bool, tokens: list[str]
+) -> None:
+    untrained = AutoModelForCausalLM.from_pretrained(base)
+    is_tied = untrained.config.tie_word_embeddings
+    sides = ["embed_tokens"] if is_tied else ["embed_tokens", "lm_head"]
+    whole = {"modules_to_save": sides, "ensure_weight_tying": is_tied} if in_full else {}
+    method = peft.LoraConfig(**{**LORA.to_dict(), "init_lora_weights": "pissa", **whole})
+    module = CausalLM(base, added_tokens=tokens, peft=method)
+    module.configure_model()
+    with torch.no_grad():
+        for weight in module.trainable_parameters().values():
+            weight += 0.02 * torch.randn_like(weight)
+    module.base_model.set_attn_implementation("sdpa")
+    module.save_adapter(tmp_path)
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        held = {name for name in file.keys() if "lora_" not in name}  # noqa: SIM118
+    assert len(held) == (2 if in_full else len(sides) if tokens else 0)
+    assert all("base_layer" not in name for name in held)
+    rows = max(len(module.tokenizer), untrained.get_input_embeddings().num_embeddings)
+    untrained.resize_token_embeddings(rows)
+    plain = peft.PeftModel.from_pretrained(untrained, tmp_path)
+    torch.testing.assert_close(logits(plain, rows), logits(module.model, rows), atol=1e-4, rtol=1e-4)
+
+
 def test_added_rows_get_the_gradients_that_transformers_computes(model_folder: str) -> None:
     module = CausalLM(model_folder, added_tokens=NEW + MANY, peft=LORA, attn_implementation="sdpa")
     module.configure_model()

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, LoraGAConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_configs import tiny_config
-from lit_ft.tuning.lora_init import run_lora_init
+from lit_ft.packed_batch import TokenLoss, empty_batch
+from lit_ft.tuning.lora_init import run_lora_init, with_default_init
 from lit_ft.tuning.spec import TuningSpec
+from lit_ft.tuning.wrapping import add_peft
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4"])
@@ -33,3 +35,20 @@ def test_an_init_without_settings_has_the_default_ones(init: str) -> None:
     TuningSpec.of(config, "float32", None, None)
     settings = [config.eva_config, config.corda_config, config.lora_ga_config]
     assert [one is not None for one in settings] == [name == init for name in ("eva", "corda", "lora_ga")]
+
+
+def test_an_init_that_reads_data_trains_the_layers_that_all_linear_selects() -> None:
+    """Whisper's decoder leaves out layers of which others, that it trains, have the last names."""
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
+    model, other = (AutoModelForCausalLM.from_config(tiny_config("whisper")) for _ in range(2))
+
+    def forward(_: object) -> TokenLoss:
+        loss = model(torch.arange(3, 20)[None]).logits.square().sum()
+        return TokenLoss(loss, torch.tensor(0), torch.zeros(0))
+
+    batch = empty_batch()
+    batch["terms"] = 1
+    wrapped, _ = run_lora_init(model, config, lambda chosen: add_peft(model, chosen), [batch], forward, lambda: model)
+    resumed = add_peft(other, with_default_init(config))
+    assert wrapped.targeted_module_names == resumed.targeted_module_names
+    assert not any("encoder_attn" in name for name in wrapped.targeted_module_names)

@@ -21,25 +21,56 @@ _END_RECORD, _END_RECORD_BYTES = b"PK\x05\x06", 22
 _CHUNK_BYTES = 2**22
 
 
-class _HashingFile:
-    """File that hashes what is written. The archive writer hides system errors, so the first one is kept."""
+class _File:
+    """File that keeps the first error of the system, because the archive writer hides it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self.sha256 = hashlib.sha256()
-        self.error: OSError | None = None
+        self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         try:
-            written = self._file.write(data)
+            return self._file.write(data)
         except OSError as error:
-            self.error = self.error or error
+            self._error = self._error or error
             raise
-        self.sha256.update(data)
-        return written
 
     def flush(self) -> None:
         self._file.flush()
+
+    def save(self, content: object) -> None:
+        try:
+            torch.save(content, cast(IO[bytes], self))
+        except RuntimeError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
+
+class _HashingFile(_File):
+    """File that hashes what is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        written = super().write(data)
+        self.sha256.update(data)
+        return written
+
+
+def save_without_sum(content: object, path: Path) -> None:
+    """Write a file as ``torch.save`` does, and flush it to the disk (fsync).
+
+    Raises:
+        OSError: the disk is full or cannot be written; ``torch.save`` itself would raise a ``RuntimeError`` of its own.
+    """
+    with path.open("wb") as file:
+        _File(file).save(content)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(path.parent)
 
 
 def save(checkpoint: object, path: Path) -> None:
@@ -50,12 +81,7 @@ def save(checkpoint: object, path: Path) -> None:
     """
     with path.open("wb") as file:
         hashing = _HashingFile(file)
-        try:
-            torch.save(checkpoint, cast(IO[bytes], hashing))
-        except RuntimeError:
-            if hashing.error is not None:
-                raise hashing.error from None
-            raise
+        hashing.save(checkpoint)
         file.seek(-2, os.SEEK_END)
         file.write(struct.pack("<H", _COMMENT_BYTES) + _COMMENT + hashing.sha256.hexdigest().encode())
         file.flush()

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lit_ft.checkpointing.storage import replacement
+from lit_ft.checkpointing.storage.checksum import save_without_sum
 from lit_ft.checkpointing.storage.failures import explain_failed_load, explain_failed_save
 from lit_ft.checkpointing.storage.integrity import HAS_MANIFEST, META
 from lit_ft.checkpointing.storage.metadata_reader import SafeFileSystemReader
@@ -258,7 +259,7 @@ def _finish(temporary: Path, path: Path, rest: Checkpoint, group: dist.ProcessGr
     dist.all_gather_object(parts, own, group=group)
     with failing_together(group):
         if dist.get_rank() == 0:
-            torch.save({**rest, HAS_MANIFEST: True}, temporary / META)
+            save_without_sum({**rest, HAS_MANIFEST: True}, temporary / META)
             sums = {name: entry for part in parts for name, entry in part.items()}
             write_manifest(temporary, sums=sums)
             replacement.replace(temporary, path)

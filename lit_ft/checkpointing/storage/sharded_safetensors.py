@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import as_published
+from lit_ft.model.files.finite_weights import not_finite
 
 
 def collect(base: nn.Module, writers: int, rank: int, left_out: frozenset[str] = frozenset()) -> dict[str, Tensor]:
@@ -32,7 +33,7 @@ def collect(base: nn.Module, writers: int, rank: int, left_out: frozenset[str] =
         if name not in left_out:
             full = full_tensor(weight)
             if _layer_of(name) % writers == rank:
-                kept[name] = full.cpu().clone()
+                kept[name] = full.to("cpu", copy=True)
     return kept
 
 
@@ -49,11 +50,8 @@ def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) ->
     Raises:
         RecipeError: a weight is not finite.
     """
-    for name, weight in weights.items():
-        if not torch.isfinite(weight).all():
-            raise RecipeError(
-                f"{name} has values that are not finite; nothing is written, resume an earlier checkpoint"
-            )
+    if (bad := next(not_finite(weights), None)) is not None:
+        raise RecipeError(f"{bad} has values that are not finite; nothing is written, resume an earlier checkpoint")
     contiguous = {name: weight.contiguous() for name, weight in as_published(base, _skeleton(base), weights).items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(contiguous, file, metadata={"format": "pt"})

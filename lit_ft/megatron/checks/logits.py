@@ -3,13 +3,14 @@
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.checks import core_model, reconstruction
@@ -21,8 +22,8 @@ from lit_ft.megatron.shape import ModelShape
 
 Check = Literal["reduced", "megatron"]
 """How logits are compared: of a model of the first and the last layer, or of the whole model by Megatron-Core."""
-_IDS, _TOKENS = 512, 24
-"""Rows of the vocabulary, and length of the sequence, of the reduced model."""
+_IDS, _TOKENS, _WINDOW = 512, 24, 16
+"""Rows of the vocabulary of the reduced model; length of the sequence, and of the longest window that it sees."""
 TOLERANCE = 1e-3
 """Largest difference of a logit in fp32; an error in a mapping shows as one above 0.01."""
 
@@ -49,6 +50,8 @@ def check_logits(
     obstacle = _obstacle(size * torch.float32.itemsize)
     if check == "megatron" and obstacle:
         raise RecipeError(f"verify=megatron: {obstacle}; use --verify reduced")
+    if shape.window is not None:
+        shape = replace(shape, window=min(shape.window, _WINDOW))
     if check == "reduced" or obstacle:
         if obstacle and check is None:
             rank_zero_info(f"compared without Megatron-Core: {obstacle}")
@@ -80,9 +83,18 @@ def _tokens(shape: ModelShape) -> Tensor:
     return torch.arange(1, _TOKENS + 1) * 7919 % count
 
 
+def _config_of(folder: Path) -> PretrainedConfig:
+    """Config of a model whose window, if it has one, is shorter than the sequence: the logits depend on it."""
+    config = AutoConfig.from_pretrained(folder)
+    if window := config.to_dict().get("sliding_window"):
+        config.sliding_window = min(window, _WINDOW)
+    return config
+
+
 def _megatron(weights: HuggingFaceWeights, source: MegatronSource, folder: Path, shape: ModelShape) -> float:
     ids = _tokens(shape)[None]
-    model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype=torch.float32)
+    config = _config_of(weights.folder)
+    model = AutoModelForCausalLM.from_pretrained(weights.folder, config=config, dtype=torch.float32)
     with torch.no_grad():
         expected = model.eval()(ids).logits
     del model
@@ -142,5 +154,6 @@ def _reduced_model(weights: HuggingFaceWeights, shape: ModelShape, layers: list[
         folder = Path(name)
         write_file(folder / "model.safetensors", infos, read)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        short = _config_of(folder)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=short, dtype=torch.float32)
         return model

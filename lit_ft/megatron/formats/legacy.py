@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_ft.checkpointing.storage.checksum import save_without_sum
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.families import EMBEDDING, FINAL_NORM, HEAD, Key, layer_keys
 from lit_ft.megatron.formats.names import Naming, extra_state, parse
@@ -164,7 +165,7 @@ def write_ranks(
             ]
             state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0}
             named = {f"model{i}": model for i, model in enumerate(models)} if len(models) > 1 else {"model": models[0]}
-            torch.save({**state, **named}, path)
+            save_without_sum({**state, **named}, path)
 
         yield f"{layout.folder_of(rank)}/{FILE}", write
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
+from lit_callbacks.export.manifest import sync, write_durably
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemWriter
@@ -40,6 +41,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lit_ft.checkpointing.storage.checksum import save_without_sum
 from lit_ft.checkpointing.storage.failures import cause_of
 from lit_ft.checkpointing.storage.metadata_reader import SafeFileSystemReader
 from lit_ft.errors import RecipeError, explained
@@ -122,6 +124,7 @@ class TorchDistSource:
         self.has_optimizer = len(of_model) < len(tensors)
         embedding = self._tensors.get(f"{prefix}{EMBEDDING.megatron}")
         self.rows = embedding.size[0] if embedding is not None else 0
+        self._stored = {name: {(c.offsets, c.sizes) for c in entry.chunks} for name, entry in self._tensors.items()}
         self._chunks: dict[str, _Chunk] = {}
         for name, tensor in self._tensors.items():
             for key, offsets in _weights_in(name.removeprefix(prefix), tensor.size):
@@ -139,6 +142,8 @@ class TorchDistSource:
         box = ChunkStorageMetadata(
             offsets=torch.Size((*offsets, *[0] * len(shape))), sizes=torch.Size((*[1] * len(offsets), *shape))
         )
+        if (box.offsets, box.sizes) in self._stored[name]:  # no search among the chunks of all layers and experts
+            tensor = dataclasses.replace(tensor, chunks=[box])
         target = torch.empty(box.sizes, dtype=tensor.properties.dtype)
         items = create_read_items_for_chunk_list(name, tensor, [box])
         with explained(f"{self._reader.path}: {name}", "copy the files again"):
@@ -324,11 +329,15 @@ def join_parts(folder: Path, arguments: Namespace, of_optimizer: Mapping[str, ob
             whole.storage_data[index] = dataclasses.replace(info, relative_path=name)
             if (file := part / info.relative_path).is_file():
                 file.rename(folder / name)
-    (folder / "metadata.json").write_text(json.dumps(_VERSIONS), encoding="utf-8")
+    write_durably(folder / "metadata.json", json.dumps(_VERSIONS))
     common = {"args": arguments, "checkpoint_version": 3.0, "iteration": arguments.iteration}
-    torch.save({**common, **(of_optimizer or {})}, folder / "common.pt")
-    with (folder / INDEX).open("wb") as file:  # last: where it is, nothing is missing
+    save_without_sum({**common, **(of_optimizer or {})}, folder / "common.pt")
+    temporary = folder / f"{INDEX}.partial"
+    with temporary.open("wb") as file:
         pickle.dump(whole, file)
+    sync(temporary)
+    temporary.rename(folder / INDEX)  # last: where it is, nothing is missing
+    sync(folder)
 
 
 def remove_parts(folder: Path) -> None:

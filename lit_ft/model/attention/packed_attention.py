@@ -135,10 +135,10 @@ def _by_lengths(
             "model.set_attn_implementation('sdpa') first (if this came up in training: the architecture "
             "passes its attention a mask of its own, set model.attn_implementation to sdpa)"
         )
-    if isinstance(module, AttendsToAllRanks):
-        return attend_to_all_ranks(query, key, value, module.context_mesh, segment_lengths, variant)
     if isinstance(module, AttendsInChunks):
         segment_lengths = in_chunks(segment_lengths, module.tokens_of_chunk)
+    if isinstance(module, AttendsToAllRanks):
+        return attend_to_all_ranks(query, key, value, module.context_mesh, segment_lengths, variant)
     longest = max(segment_lengths)
     is_plain = variant.sinks is None and (variant.window is None or longest <= variant.window)
     if is_plain and longest == min(segment_lengths):

@@ -44,10 +44,11 @@ def _merge(config: PretrainedConfig, overrides: Overrides, key: str) -> dict[str
         else:
             values[name] = value
     rope = values.get("rope_parameters")
-    if "rope_parameters" in overrides and isinstance(rope, dict) and rope.get("rope_type") in EXTENDING:
-        rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-        if "max_position_embeddings" not in overrides:
-            values["max_position_embeddings"] = positions_of(config.max_position_embeddings, rope)
+    if "rope_parameters" in overrides and "max_position_embeddings" not in overrides and isinstance(rope, dict):
+        parts = [rope[kind] for kind in config.nested_rope_parameter_keys(rope)] or [rope]
+        extended = [positions_of(0, part) for part in parts if part.get("rope_type") in EXTENDING]
+        if extended:
+            values["max_position_embeddings"] = max(config.max_position_embeddings, *extended)
     return values
 
 
@@ -76,6 +77,8 @@ def _scale(config: PretrainedConfig, present: Overrides, overrides: Overrides, k
     of_all_kinds = {name: present[name] for name in ("rope_theta", "partial_rotary_factor") if name in present}
     merged = {**(present if kind == present.get("rope_type") else of_all_kinds), **overrides}
     _check_lists(config, merged, overrides, key)
+    if kind in EXTENDING:
+        merged.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     return merged
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -10,7 +11,7 @@ from lit_ft.errors import RecipeError
 EXTENDING = ("yarn", "llama3", "longrope")
 """Kinds of rotary frequencies that extend ``original_max_position_embeddings``; ``max_position_embeddings`` is the
 extended number in most configs. Linear and dynamic scaling multiply ``max_position_embeddings`` itself, as vLLM reads
-them (``_get_and_verify_max_len``)."""
+them (``_get_and_verify_max_len``), but not where kinds of layers have their own: Gemma 3, which vLLM leaves out too."""
 
 
 def positions_of(stated: int, rope: Mapping[str, object]) -> int:
@@ -94,9 +95,16 @@ def _scaling(stated: int, rope: Mapping[str, object], length: int) -> str:
         return f"{{rope_parameters: {{rope_type: yarn, factor: {factor:g}}}}}"
     if kind in ("yarn", "llama3", "linear", "dynamic"):
         return f"{{rope_parameters: {{factor: {factor:g}}}}}"
-    if "full_attention" in rope:  # frequencies by kind of layer; those of sliding windows need no extension
-        return (
-            f"{{max_position_embeddings: {length}, "
-            f"rope_parameters: {{full_attention: {{rope_type: linear, factor: {factor:g}}}}}}}"
-        )
+    if isinstance(full := rope.get("full_attention"), dict):  # by kind of layer; sliding windows need no extension
+        return _scaling_by_kind(stated, full, length)
     return ""
+
+
+def _scaling_by_kind(stated: int, full: Mapping[str, Any], length: int) -> str:
+    """The same, where the layers of full attention have parameters ``full``, of a kind that stays."""
+    kind = full.get("rope_type")
+    if kind not in ("default", "linear", "proportional", "yarn", "llama3"):
+        return ""
+    factor = math.ceil(100 * (full.get("factor") or 1) * length / stated) / 100
+    scaled = f"{'rope_type: linear, ' if kind == 'default' else ''}factor: {factor:g}"
+    return f"{{max_position_embeddings: {length}, rope_parameters: {{full_attention: {{{scaled}}}}}}}"

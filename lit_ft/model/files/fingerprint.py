@@ -5,18 +5,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, TypedDict
+from typing import IO, Any, Literal, TypedDict, get_args
 
 from huggingface_hub import try_to_load_from_cache
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_ft.errors import RecipeError, explained
-from lit_ft.model.files.size_check import weight_files
+from lit_ft.model.files.size_check import read_files
+from lit_ft.model.loading import Dtype
 
 FILE = "base.json"
 """File name of a fingerprint, in an adapter's folder."""
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-"""Dtypes that a base can be read in, as ``model.dtype`` names them."""
 _SAMPLE_BYTES = 4096
 _DRAWN = "drawn with seed "
 
@@ -50,7 +49,7 @@ def fingerprint(pretrained: str, init: Literal["pretrained", "random"] = "pretra
         config = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
-    weights = f"{_DRAWN}{seed}" if init == "random" else _digest_of(_weight_files(folder))
+    weights = f"{_DRAWN}{seed}" if init == "random" else _digest_of(read_files(folder, str(folder)))
     return Fingerprint(
         pretrained=pretrained,
         commit=folder.name if isinstance(cached, str) else None,  # hub caches name a snapshot's folder by its commit
@@ -167,8 +166,8 @@ def read_form(folder: Path) -> BaseForm:
         return BaseForm()
     content = json.loads(path.read_text(encoding="utf-8"))
     dtype, overrides, method = (content.get(name) for name in ("dtype", "config_overrides", "quantization"))
-    if dtype not in (None, *DTYPES):
-        raise RecipeError(f"{path}: dtype={dtype!r} must be one of {', '.join(DTYPES)}; put back the file")
+    if dtype not in (None, *get_args(Dtype)):
+        raise RecipeError(f"{path}: dtype={dtype!r} must be one of {', '.join(get_args(Dtype))}; put back the file")
     if not isinstance(overrides, dict | None):
         raise RecipeError(f"{path}: config_overrides={overrides!r} must be a mapping; put back the file")
     if not isinstance(method, str | None):
@@ -187,12 +186,6 @@ def read_fingerprint(folder: Path) -> Fingerprint | None:
         if not all(isinstance(value, str) or (name == "commit" and value is None) for name, value in read.items()):
             raise ValueError("it holds other values than names and sums")
         return Fingerprint(**read)  # type: ignore[typeddict-item]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    files = sorted({*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")})
-    # Some models name their files otherwise, e.g. model.safetensors-00001-of-00002.safetensors (Qwen3.5).
-    return files or weight_files(folder, str(folder)) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def _digest_of(files: list[Path]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from lit_callbacks.export.weight_files import weight_files as in_folder
 from lit_callbacks.internals.transformers_internals import names_in_model
 from lit_callbacks.output.quantities import as_count
 from safetensors import SafetensorError, safe_open
@@ -89,17 +90,20 @@ def weight_files(folder: Path, where: str) -> list[Path]:
     Raises:
         RecipeError: the index is damaged, or names a file that does not exist.
     """
-    if (single := folder / "model.safetensors").is_file():
-        return [single]
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    with explained(f"{where}: {index.name}", "put back the file"):
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
+    return [file for file in read_files(folder, where) if file.suffix == ".safetensors"]
+
+
+def read_files(folder: Path, where: str) -> list[Path]:
+    """Files that transformers reads a folder's weights from, of either format.
+
+    Raises:
+        RecipeError: as ``weight_files``.
+    """
+    with explained(f"{where}: its index of weights", "put back the file"):
+        files = in_folder(folder)
     if missing := [file.name for file in files if not file.is_file()]:
         raise RecipeError(
-            f"{where}: {index.name} names {as_count(len(missing), 'missing file')} ({', '.join(missing[:3])}); "
+            f"{where}: its index of weights names {as_count(len(missing), 'missing file')} ({', '.join(missing[:3])}); "
             "download the model again"
         )
     return files

@@ -45,7 +45,7 @@ def save(
             assert isinstance(whole, PeftModel)
             _give_prompts(whole, model, state_dict)
     if start is not None and start["taken"]:
-        lora_init.save_as_plain_lora(whole, start, folder, state_dict)
+        lora_init.save_as_plain_lora(whole, start, has_own_embeddings, folder, state_dict)
     else:
         # PEFT would write the full embeddings because they have grown.
         whole.save_pretrained(

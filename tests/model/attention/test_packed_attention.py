@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import OWN, save_model
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -233,6 +235,16 @@ def test_chunks_are_refused_with_an_attention_that_counts_them_over_the_packed_b
 
 def test_in_chunks() -> None:
     assert in_chunks([5, 16, 33], 16) == [5, 16, 16, 16, 1]
+
+
+def test_a_rank_with_a_part_of_the_tokens_attends_in_chunks_too() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    query, key, value = torch.randn(3, 1, 4, 16, 8)
+    whole, part = nn.Module(), nn.Module()
+    whole.tokens_of_chunk = part.tokens_of_chunk = 4  # type: ignore[assignment]
+    part.context_mesh = init_device_mesh("cpu", (1,))  # type: ignore[assignment]
+    wanted, got = (packed_attention(m, query, key, value, None, segment_lengths=[10, 6])[0] for m in (whole, part))
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(

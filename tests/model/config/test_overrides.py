@@ -49,6 +49,15 @@ def test_kinds_of_layers_and_parts_have_their_own() -> None:
     assert text.sliding_window == 64
 
 
+def test_full_attention_that_is_extended_has_more_positions() -> None:
+    config = AutoConfig.for_model("gemma3_text", max_position_embeddings=32_768)
+    for own in ({}, {"max_position_embeddings": 131_072}):
+        got = with_overrides(config, {"rope_parameters": {"full_attention": YARN}, **own})
+        extended = {**YARN, "rope_theta": 1_000_000.0, "original_max_position_embeddings": 32_768}
+        assert got.rope_parameters["full_attention"] == extended
+        assert got.max_position_embeddings == 131_072
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown name": ({"rope_thetas": 1}, "the config of qwen2 has no 'rope_thetas'; it has attention_dropout, "),
     "the old name": ({"rope_scaling": YARN}, "has no 'rope_scaling'; rope_scaling is rope_parameters since"),

@@ -51,6 +51,50 @@ def test_the_advice_works(architecture: str) -> None:
     check_positions(with_overrides(config, yaml.safe_load(said[1])), 3 * limit + 1, "data.max_length", "it")
 
 
+def by_kind(**full: Any) -> dict[str, Any]:
+    return {
+        "full_attention": {"rope_theta": 1e6, **full},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+
+
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 128, "long_factor": [2.0] * 128}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "advised"),
+    [
+        ("gemma3_text", {"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}),
+        ("gemma3_text", {"rope_type": "linear", "factor": 8.0}, {"rope_type": "linear", "factor": 16.0}),
+        ("gemma4_text", PROPORTIONAL, {**PROPORTIONAL, "factor": 2.0}),
+        (
+            "olmo3",
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512},
+            {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512},
+        ),
+    ],
+)
+def test_the_advice_keeps_the_kind_of_full_attention(
+    architecture: str, given: dict[str, Any], advised: dict[str, Any]
+) -> None:
+    config = AutoConfig.for_model(architecture, rope_parameters=by_kind(**given), max_position_embeddings=4096)
+    with pytest.raises(RecipeError) as error:
+        check_positions(config, 8192, "data.max_length", "it")
+    said = re.search(r"--model.config_overrides '(.+)', or set", str(error.value))
+    assert said is not None
+    got = with_overrides(config, yaml.safe_load(said[1]))
+    assert got.rope_parameters == by_kind(**advised)
+    assert got.max_position_embeddings == 8192
+
+
+def test_a_kind_of_full_attention_without_one_factor_has_no_advice() -> None:
+    rope = by_kind(**LONGROPE, factor=4.0, original_max_position_embeddings=1024)
+    config = AutoConfig.for_model("gemma3_text", rope_parameters=rope, max_position_embeddings=4096)
+    with pytest.raises(RecipeError, match=r"beyond the 4,096 positions of it; set data.max_length=4096$"):
+        check_positions(config, 8192, "data.max_length", "it")
+
+
 def test_learned_positions_have_no_scaling() -> None:
     with pytest.raises(RecipeError, match=r"of 2,000 tokens is beyond the 1,024 positions of it; set data.max_length="):
         check_positions(AutoConfig.for_model("gpt2"), 2000, "the longest sample", "it")
