@@ -145,7 +145,7 @@ class DataSplits(UserDict[str, Samples]):
 
     def has_known_answers(self, split: str) -> bool:
         """Whether any sample of a split has a known answer; all have, unless the rewards allow for others."""
-        values = self[split].values
+        values = self[split].values if split in self else None
         return values is None or any(row.has_answer for of_source in values for row in of_source.values())
 
     @property

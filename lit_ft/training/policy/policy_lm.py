@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import PeftModel
 from torch import Tensor
@@ -116,6 +118,8 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         for reward in self.rewards:
             reward.device = self.trainer.strategy.root_device
         self.check_data(datamodule_of(self._trainer), stage)
+        if stage == "fit" and not self._has_known_answers("val"):
+            _check_monitors(self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def check_data(self, data: object, stage: str) -> None:
         """Try the rewards on known answers of the data; see ``ChecksData``."""
@@ -266,6 +270,21 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         rewards = " + ".join(repr(reward) if factor == 1 else f"{factor:g} {reward!r}" for factor, reward in weighted)
         kl = f", kl_weight={self.kl_weight:g}" if self.kl_weight else ""
         return f"{self.answers_per_prompt} answers of its own to each prompt, by {self.algorithm!r} of {rewards}{kl}"
+
+
+def _check_monitors(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks that wait for metrics of known answers, where no row has one.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    of_known = [f"val/{name}" for name in ("loss", *CausalLM.measured)]
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor in of_known:
+            raise RecipeError(
+                f"trainer.callbacks: {type(callback).__name__} monitors {callback.monitor}, and no row of the "
+                "validation data has a known answer to measure it; monitor val/reward with mode: max, or give answers"
+            )
 
 
 def _checked(rewards: list[Reward] | None, factors: list[float] | None) -> tuple[list[Reward], list[float]]:

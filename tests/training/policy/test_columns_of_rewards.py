@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from compared_strategies import sgd
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from sampled_answers import FewLetters, data_of
 
@@ -164,6 +166,16 @@ def test_rows_may_be_without_an_answer_that_no_reward_reads(
     assert "4 of 4 rows: without a known answer, which no reward reads; '?' stands in its place" in caplog.text
     assert trainer.callback_metrics["val/reward"] > 0
     assert not {"val/loss", "val/perplexity", "val/token_accuracy"} & trainer.callback_metrics.keys()
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping("val/loss"), ModelCheckpoint(monitor="val/token_accuracy")])
+def test_what_waits_for_known_answers_is_refused(
+    make_trainer: Any, model_folder: str, tmp_path: Path, callback: Callback
+) -> None:
+    module, path = _module(model_folder, Length()), _file(tmp_path, QUESTIONS["alpaca"])
+    with pytest.raises(RecipeError, match=r"monitors val/.* and no row of the validation data has a known answer"):
+        make_trainer(max_epochs=1, enable_checkpointing=True, callbacks=[callback]).fit(module, data_of(path, val_path=path))
+    assert module.model is None, "before weights are read"
 
 
 def test_a_reward_that_reads_known_answers_wants_them(make_trainer: Any, model_folder: str, tmp_path: Path) -> None:
