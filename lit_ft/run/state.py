@@ -1,7 +1,8 @@
 """State of a run: its finished marker, its session number, and exports that a killed run has not written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.protocols import WritesAtTheEnd
 
 from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
+from lit_ft.errors import DISK_ERRORS, RecipeError
 from lit_ft.internals import lightning as lightning_internals
 from lit_ft.protocols import Checkpoint
 from lit_ft.run.lock import check_still_there
@@ -230,6 +232,26 @@ def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:
         return None
     metrics = lightning_internals.metrics_to_log(trainer)
     return {} if metrics is None else {"epoch": float(trainer.current_epoch), **metrics}
+
+
+@contextmanager
+def explained_full_disk(trainer: Trainer, checkpoints: Path) -> Iterator[None]:
+    """Say of a full disk which steps are saved, and how to go on, where the run has a checkpoint.
+
+    Raises:
+        RecipeError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or not (saved := candidates(checkpoints)[0]):
+            raise
+        step, what = saved[0].position.global_step, f"{error.filename!r}" if error.filename else "a file"
+        steps = f"all {step:,} steps are" if step == trainer.global_step else f"step {step:,} is"
+        raise RecipeError(
+            f"{what} could not be written: {error.strerror}; {steps} saved: make room, then give the same command with "
+            "--resume auto (or --ckpt_path last)"
+        ) from error
 
 
 def finished_step(marker: Path) -> int | None:
