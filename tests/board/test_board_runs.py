@@ -333,7 +333,6 @@ def test_without_the_token_every_path_is_401(client: TestClient) -> None:
     assert client.get("/", headers={"Cookie": f"lit_ft_board_9090={TOKEN}"}).status_code == 401
 
 
-@pytest.mark.slow
 def test_the_page_of_a_run_that_does_not_exist_is_404(board: Board, tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "a")
     app = application(board, TOKEN, 8080)
