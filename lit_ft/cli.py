@@ -301,7 +301,7 @@ def _report(error: Exception) -> NoReturn:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lit_callbacks.lifecycle.graceful_stop import StopRequested
 
-    from lit_ft.errors import RecipeError
+    from lit_ft.errors import DISK_ERRORS, RecipeError
     from lit_ft.run.launching import explain_distributed_error, rank_prefix
 
     rank = rank_prefix()
@@ -311,7 +311,7 @@ def _report(error: Exception) -> NoReturn:
         _fail(f"{error}; {_how_to_resume(Path(error.checkpoint))}", error.exit_code)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         _fail(f"{rank}error: {str(error.filename)[:100]!r}... is too long for a path; name a shorter one", 2)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         what = f"{error.filename!r}" if error.filename else "a file"
         _fail(f"{rank}error: {what} could not be written: {error.strerror}; make room, or write elsewhere", 2)
     if isinstance(error, RecipeError | MisconfigurationException):  # the second is Lightning's class for the same

@@ -1,5 +1,6 @@
 """Errors that a user can fix, types of options, and the common part of the tables of refused combinations."""
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _Row = TypeVar("_Row", bound="DataclassInstance")
+
+DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
+"""Numbers of the system's errors of a disk that is full or read-only."""
 
 
 class RecipeError(ValueError):

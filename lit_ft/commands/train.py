@@ -53,7 +53,7 @@ from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import check_world_size, is_rank_zero, starts_ranks
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.progress import RunProgressBar
-from lit_ft.run.state import RunState
+from lit_ft.run.state import RunState, explained_full_disk
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
@@ -384,7 +384,7 @@ class TrainingCLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Train."""
-        with explained_starts():
+        with explained_starts(), explained_full_disk(self.trainer, self.run_folder.checkpoints):
             self.trainer.fit(**kwargs)
 
     def predict(self, **kwargs: Any) -> None:

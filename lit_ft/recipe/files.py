@@ -267,8 +267,10 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
         unknown = [key for key in entries if key not in {*OPTIONS, *meant, *sections, *OWN_SECTIONS}]
         theirs += [key for key in entries if key in _OF_PREDICT]
         theirs += [key for key in every if key in meant.keys() - set(theirs)]
-        if isinstance(entries.get("model"), yaml.ScalarNode):  # ms-swift's
+        if is_of_swift := isinstance(entries.get("model"), yaml.ScalarNode):
             theirs.append("model")
+        if "model_author" in entries or (is_of_swift and "model_name" in entries):  # a name that the model says
+            meant, beyond = {**meant, "model_name": "nothing"}, f"{beyond}; {_FILL_IN}"
         raise _of_other_trainer(path, theirs, unknown, meant, beyond)
     if set(OWN_SECTIONS) & sections.keys():
         return
@@ -316,7 +318,7 @@ def _tuning_by_answers(entries: dict[str, yaml.Node]) -> tuple[dict[str, str], s
             return meant, f"; there is no {name}: {algorithm} here, {_THERE_ARE_ALGORITHMS}; {_ADVICE}"
         other = f" --model.algorithm {_ALGORITHMS[algorithm]}" if algorithm != "grpo" else ""
         return meant, f"; for policy optimization add --config recipes/policy/grpo.yaml{other} (docs/policy.md)"
-    meant = {"beta": "model.objective.beta"}
+    meant = {"beta": "model.objective.beta", "label_smoothing": "model.objective.label_smoothing of lit_ft.DPO"}
     if key is None:
         return meant, ""
     # LLaMA-Factory has a stage for all objectives, Axolotl and ms-swift have one for DPO and IPO.
@@ -385,6 +387,7 @@ _MEANT_BY_POLICIES = {"beta": "model.kl_weight", "loss_type": "model.algorithm",
 """What options stand for in policy optimization, whose names mean something else in other trainings."""
 _THERE_ARE_OBJECTIVES = f"of preference tuning there are {', '.join(sorted(_OBJECTIVES))} (docs/preferences.md)"
 _THERE_ARE_ALGORITHMS = f"of policy optimization there are {', '.join(sorted(_ALGORITHMS))} (docs/policy.md)"
+_FILL_IN = "fill the placeholders of the data ({{NAME}}, {{AUTHOR}}; docs/data.md)"
 _ADVICE = "take one of these, or keep that trainer for this step"
 _NAMES_OF_LOSSES = ("pref_loss", "dpo_loss_type", "loss_type")
 """Options of LLaMA-Factory, Axolotl and ms-swift that name the loss of a pair."""

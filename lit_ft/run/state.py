@@ -1,23 +1,29 @@
 """State of a run: its finished marker, its session number, and exports that a killed run has not written."""
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.protocols import WritesAtTheEnd
 
 from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
+from lit_ft.errors import DISK_ERRORS, RecipeError
 from lit_ft.internals import lightning as lightning_internals
 from lit_ft.protocols import Checkpoint
 from lit_ft.run.lock import check_still_there
 from lit_ft.run.time_limit import time_left
 
-ENDED_BY, MAX_TIME = "ended_by", "max_time"
-"""Key in the finished marker, and its value in a run that has ended before its last step."""
+ENDED_BY, MAX_TIME, EARLY_STOPPING = "ended_by", "max_time", "early_stopping"
+"""Key in the finished marker, and its values in runs that have ended before their last step."""
 
 
 class RunState(Callback):
@@ -66,7 +72,7 @@ class RunState(Callback):
             if is_over:
                 self._write_what_is_missing(trainer, pl_module)
             elif trainer.global_step and not self._has_trained:
-                rank_zero_info(_nothing_left(trainer))
+                rank_zero_info(_why_nothing_is_trained(trainer))
 
         # Where nothing is left to train, Lightning calls no hook between restoring the checkpoint and tearing down the
         # strategy, after which sharded weights can no longer be gathered.
@@ -80,8 +86,11 @@ class RunState(Callback):
             checkpoint[UNLOGGED] = metrics
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Checkpoint) -> None:
-        """Read the metrics that the earlier process may not have logged."""
+        """Read metrics that the earlier process may not have logged, and whether ``EarlyStopping`` ended the run."""
         self._unlogged = checkpoint.get(UNLOGGED)
+        for stop in _early_stops(trainer):
+            if (state := checkpoint.get("callbacks", {}).get(stop.state_key)) is not None:
+                trainer.should_stop |= _goes_by_recipe(stop, state)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics that the earlier process may not have logged, and say how much of ``max_time`` is left."""
@@ -135,34 +144,77 @@ class RunState(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mark the run as finished."""
         if trainer.is_global_zero:
-            is_over = trainer.should_stop and _time_is_over(trainer)
-            end = {"global_step": trainer.global_step} | ({ENDED_BY: MAX_TIME} if is_over else {})
+            end: dict[str, object] = {"global_step": trainer.global_step}
+            if trainer.should_stop and _time_is_over(trainer):
+                end[ENDED_BY] = MAX_TIME
+            elif _stopped_early(trainer):
+                end[ENDED_BY] = EARLY_STOPPING
             write_durably(self.marker, json.dumps(end) + "\n")
 
     def _write_what_is_missing(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_what_was_not(trainer)
         is_newer = trainer.strategy.broadcast(self._finished_step) != trainer.global_step
         callbacks = attributes_of(trainer).callbacks
-        if _time_is_over(trainer):
-            rank_zero_info(
-                "trainer.max_time, or the duration of a Timer, counts from the start of the run, and was over at step "
-                f"{trainer.global_step:,}: nothing is trained; to go on, resume with a longer one"
-            )
-        else:
-            rank_zero_info(_nothing_left(trainer))
+        rank_zero_info(_why_nothing_is_trained(trainer))
         for callback in callbacks:
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
 
 
-def _nothing_left(trainer: Trainer) -> str:
+def _early_stops(trainer: Trainer) -> list[EarlyStopping]:
+    return [one for one in attributes_of(trainer).callbacks if isinstance(one, EarlyStopping)]
+
+
+def _stopped_early(trainer: Trainer) -> bool:
+    return trainer.should_stop and any(_has_stopped(stop, stop.state_dict()) for stop in _early_stops(trainer))
+
+
+def _has_stopped(stop: EarlyStopping, state: Mapping[str, Any]) -> bool:
+    """Whether a state of ``EarlyStopping`` is that of a run that it has ended, by the options of the callback."""
+    order, message = stop.order_dict[stop.mode], state.get("stopping_reason_message") or ""
+    still_holds = {
+        EarlyStoppingReason.PATIENCE_EXHAUSTED: stop.patience <= state.get("patience", stop.patience),
+        EarlyStoppingReason.NON_FINITE_METRIC: stop.check_finite,
+        # The state has thresholds in its message only.
+        EarlyStoppingReason.STOPPING_THRESHOLD: f" {order} {stop.stopping_threshold}. " in message,
+        EarlyStoppingReason.DIVERGENCE_THRESHOLD: f" {order} {stop.divergence_threshold}. " in message,
+    }
+    reason = EarlyStoppingReason(state.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value))
+    return still_holds.get(reason, False) or state.get("wait_count", 0) >= max(1, stop.patience)
+
+
+def _goes_by_recipe(stop: EarlyStopping, state: dict[str, Any]) -> bool:
+    """Set the saved state of ``EarlyStopping``, in place, to the recipe's patience, which loading it would replace.
+
+    Returns:
+        Whether it has ended the run, so that nothing is left to train.
+    """
+    if not (has_stopped := _has_stopped(stop, state)):  # an old reason is none of a later end
+        state |= {"stopping_reason": EarlyStoppingReason.NOT_STOPPED.value, "stopping_reason_message": None}
+    if (before := state.get("patience", stop.patience)) != stop.patience:
+        rank_zero_info(f"EarlyStopping: patience is {stop.patience}, no longer {before}")
+        state["patience"] = stop.patience
+    return has_stopped
+
+
+def _why_nothing_is_trained(trainer: Trainer) -> str:
     """Message about a run that is resumed after its last step, with the option that ends it."""
+    step = f"{trainer.global_step:,}"
+    if _time_is_over(trainer):
+        return (
+            "trainer.max_time, or the duration of a Timer, counts from the start of the run, and was over at step "
+            f"{step}: nothing is trained; to go on, resume with a longer one"
+        )
+    if _stopped_early(trainer):
+        return (
+            f"EarlyStopping ended the run at step {step}: nothing is left to train; to go on, raise its patience, or "
+            "change the threshold that was reached"
+        )
     end, advice = f"trainer.max_epochs={trainer.max_epochs}", "raise it"
     if 0 <= trainer.max_steps <= trainer.global_step:
         end = f"trainer.max_steps={trainer.max_steps}"
     elif trainer.max_steps > 0:
         advice = f"set it to -1, and the run ends by trainer.max_steps={trainer.max_steps}"
-    step = f"{trainer.global_step:,}"
     return f"the run was at its last step, {step}, already ({end}): nothing is left to train; to go on, {advice}"
 
 
@@ -180,6 +232,26 @@ def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:
         return None
     metrics = lightning_internals.metrics_to_log(trainer)
     return {} if metrics is None else {"epoch": float(trainer.current_epoch), **metrics}
+
+
+@contextmanager
+def explained_full_disk(trainer: Trainer, checkpoints: Path) -> Iterator[None]:
+    """Say of a full disk which steps are saved, and how to go on, where the run has a checkpoint.
+
+    Raises:
+        RecipeError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or not (saved := candidates(checkpoints)[0]):
+            raise
+        step, what = saved[0].position.global_step, f"{error.filename!r}" if error.filename else "a file"
+        steps = f"all {step:,} steps are" if step == trainer.global_step else f"step {step:,} is"
+        raise RecipeError(
+            f"{what} could not be written: {error.strerror}; {steps} saved: make room, then give the same command with "
+            "--resume auto (or --ckpt_path last)"
+        ) from error
 
 
 def finished_step(marker: Path) -> int | None:

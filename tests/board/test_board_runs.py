@@ -26,6 +26,7 @@ from lit_ft.board.board import Board
 from lit_ft.board.pages.charts import thinned
 from lit_ft.board.processes import Processes, Record, log_tail
 from lit_ft.board.runs import Runs
+from lit_ft.board.server import application
 from lit_ft.board.texts import TEXTS, Texts, language_of
 from lit_ft.commands import board as command
 from lit_ft.errors import RecipeError
@@ -330,6 +331,16 @@ def test_without_the_token_every_path_is_401(client: TestClient) -> None:
         assert client.post(path).status_code == 401
     assert client.get("/", headers={"Cookie": "lit_ft_board_8080=wrong"}).status_code == 401
     assert client.get("/", headers={"Cookie": f"lit_ft_board_9090={TOKEN}"}).status_code == 401
+
+
+def test_the_page_of_a_run_that_does_not_exist_is_404(board: Board, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "a")
+    app = application(board, TOKEN, 8080)
+    with TestClient(app, base_url="http://127.0.0.1:8080", headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        assert client.get("/run/0/a").status_code == 200
+        answer = client.get("/run/0/b")
+    assert answer.status_code == 404
+    assert "there is no run" in answer.text
 
 
 def test_the_token_of_the_address_becomes_a_cookie(client: TestClient) -> None:

@@ -1,6 +1,7 @@
 """Disks that fill up, folders that are removed or made read-only while a run writes to them."""
 
 import csv
+import os
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from killed_runs import fit, in_a_child
 from lightning.pytorch import Trainer
+from lit_callbacks import AdapterMerger
 from torture import write_recipe
 
 from lit_ft import RecipeError
@@ -108,6 +110,24 @@ def test_a_disk_that_is_full_from_the_start(tmp_path: Path, recipe: Path, disk: 
     assert codes == {2}, said
     (line,) = error_lines(said)
     assert "could not be written: No space left on device; make room" in line
+
+
+def test_a_disk_that_is_full_when_the_adapter_is_written(tmp_path: Path, recipe: Path, disk: Path) -> None:
+    def fill_up() -> None:
+        with pytest.raises(OSError, match="No space left"):
+            fill(disk)
+        os.truncate(disk / "filler", (disk / "filler").stat().st_size - 8192)  # room for the metrics
+
+    run = disk / "run"
+    options = ["--run_dir", str(run), "--resume", "auto"]
+    codes, said = fit(tmp_path, recipe, *options, prepare=before_call(1, AdapterMerger, "on_train_end", fill_up))
+    assert codes == {2}, said
+    (line,) = error_lines(said)
+    assert "could not be written: No space left on device; all 4 steps are saved: make room, then give the same" in line
+    (disk / "filler").unlink()
+    codes, said = fit(tmp_path, recipe, *options)
+    assert codes == {0}, said
+    assert (run / "adapter" / "adapter_model.safetensors").exists()
 
 
 def test_a_row_that_did_not_fit_is_taken_back_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

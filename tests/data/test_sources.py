@@ -466,12 +466,14 @@ def test_broken_compression(tmp_path: Path, suffix: str) -> None:
         ("*.json", r"'.*/\*.json' holds no file that can be read"),
         ("nope.json", "'.*nope.json' does not exist; give a file, a folder, a glob, or a hub data set's name"),
         ("raws.jsonl", "'.*raws.jsonl' does not exist; did you mean '.*/rows.jsonl'[?]"),
+        ("rows.jsonl#500", "of some rows write --data.sources '\\[{path: .*/rows.jsonl, max_rows: 500}\\]'"),
+        ("nope.jsonl#500", "'.*nope.jsonl#500' does not exist; give a file, a folder"),
         ("nope", "'.*nope' does not exist; give a file, a folder, a glob, or a hub data set's name"),
     ],
 )
 def test_there_is_nothing(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "README.md").write_text("no data")
-    if path == "raws.jsonl":
+    if path in ("raws.jsonl", "rows.jsonl#500"):
         (tmp_path / "rows.jsonl").write_text("{}")
     with pytest.raises(RecipeError, match=message):
         read(tmp_path / path)

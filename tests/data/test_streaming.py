@@ -241,11 +241,24 @@ def test_what_streaming_cannot_do(sources: list[Source], make_trainer: Any, mode
     with pytest.raises(RecipeError, match="without weights goes by the sources' sizes, which data.streaming=true does"):
         TextDataModule(sources=sources, streaming=True, mixing="all_exhausted")
     module = CausalLM(model_folder, lr_scheduler=lambda optimizer: ConstantWithWarmup(optimizer, warmup=0.1))
-    with pytest.raises(RecipeError, match="ConstantWithWarmup needs the run's length; set trainer.max_steps"):
+    refused = (
+        "ConstantWithWarmup needs the run's length; set trainer.max_steps, .*, or warmup as a number of optimizer st"
+    )
+    with pytest.raises(RecipeError, match=refused):
         make_trainer(max_epochs=1).fit(module, TextDataModule(sources[0].path, streaming=True, max_length=64))
     trainer = make_trainer(max_steps=4, accumulate_grad_batches=2, limit_train_batches=5)
     with pytest.raises(RecipeError, match="ends a stream within an optimizer step of 2 micro-batches; set it to 6"):
         trainer.fit(CausalLM(model_folder), TextDataModule(sources[0].path, streaming=True, max_length=64))
+
+
+def test_a_warmup_in_steps_needs_no_length(sources: list[Source], make_trainer: Any, model_folder: str) -> None:
+    module = CausalLM(model_folder, lr_scheduler=lambda optimizer: ConstantWithWarmup(optimizer, warmup=2))
+    module.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)
+    trainer = make_trainer(max_epochs=1, limit_train_batches=1)
+    trainer.fit(module, TextDataModule(sources[0].path, streaming=True, max_length=64, micro_batch_size=1))
+    (config,) = trainer.lr_scheduler_configs
+    assert set(config.scheduler.get_last_lr()) == {0.25}
+    assert [config.scheduler.factor(step) for step in range(4)] == [0.0, 0.5, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("option", ["limit_train_batches", "overfit_batches", "val_check_interval"])

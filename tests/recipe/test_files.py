@@ -288,6 +288,23 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "model: Qwen/Qwen2.5-0.5B\ntrain_type: lora\nlora_rank: 8\ntorch_dtype: bfloat16\n",
         "torch_dtype = model.dtype, model = model.pretrained",
     ),
+    "a name and an author of ms-swift, which the model says": (
+        "sft.yaml",
+        "model: Qwen/Qwen2.5-0.5B\nmodel_name: Coco\nmodel_author: me\ninit_weights: pissa\nlora_rank: 8\n",
+        "Here init_weights = model.peft.init_lora_weights, lora_rank = model.peft.r, model = model.pretrained; leave "
+        "out model_name, model_author; fill the placeholders of the data ({{NAME}}, {{AUTHOR}}; docs/data.md)",
+    ),
+    "a model of Unsloth": (
+        "sft.yaml",
+        "model_name: unsloth/Qwen2.5-0.5B\nmax_seq_length: 9\nload_in_4bit: true\n",
+        "Here model_name = model.pretrained, max_seq_length = data.max_length, load_in_4bit = model.quantization",
+    ),
+    "smoothed labels of DPO": (
+        "dpo.yaml",
+        "model: x\nrlhf_type: dpo\nlabel_smoothing: 0.1\nlearning_rate: 1.0e-6\nlora_rank: 8\n",
+        "lora_rank = model.peft.r, label_smoothing = model.objective.label_smoothing of lit_ft.DPO, model = model."
+        "pretrained; leave out rlhf_type; for preference tuning",
+    ),
     "a recipe of Axolotl": (
         "qlora.yml",
         "base_model: x\nadapter: lora\nstrict: false\ntf32: true\nplugins: [axolotl.Plugin]\n",

@@ -15,6 +15,8 @@ import torch
 import yaml
 from killed_runs import fit
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lit_callbacks import AdapterMerger
 from loops import Logged
 from safetensors.torch import load_file
@@ -163,6 +165,82 @@ def test_time_that_is_used_up_is_no_last_step(
     trainer.fit(CausalLM(model_folder), TextDataModule(data))
     assert finished_step(state.marker) == 2
     assert not ended_by_time(state.marker)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved_at", ["the end", "a step whose validation is due"])
+def test_a_run_that_early_stopping_ended_trains_no_further(
+    make_trainer: Any,
+    model_folder: str,
+    write_rows: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    saved_at: str,
+) -> None:
+    caplog.set_level("INFO")
+    data = TextDataModule(write_rows(), val_path=write_rows(), micro_batch_size=4)
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    ends: list[dict[str, Any]] = []
+    for resumed in (None, tmp_path / "saved.ckpt"):
+        caplog.clear()
+        stop, state = (
+            EarlyStopping("val/loss", min_delta=5.0, patience=1),
+            RunState(tmp_path / "finished.json", tmp_path),
+        )
+        trainer = make_trainer(
+            max_epochs=5,
+            limit_train_batches=2,
+            callbacks=[stop, state, *([] if resumed else [saves])],
+            enable_checkpointing=True,
+        )
+        trainer.fit(module := CausalLM(model_folder), data, ckpt_path=resumed)
+        if resumed is None:
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            if saved_at != "the end":
+                shutil.copy(tmp_path / "step=4.ckpt", tmp_path / "saved.ckpt")
+        ends.append({name: weight.clone() for name, weight in module.state_dict().items()})
+        assert trainer.global_step == 4
+        assert stop.wait_count == 1
+        assert json.loads(state.marker.read_text()) == {"global_step": 4, "ended_by": "early_stopping"}
+    assert (
+        "EarlyStopping ended the run at step 4: nothing is left to train; to go on, raise its patience" in caplog.text
+    )
+    assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
+
+
+class Constant(BoringModel):
+    """Module whose validation loss is the same each time."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val/loss", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "ends"),
+    [
+        ({"patience": 1}, {"patience": 2}, [2, 2, 3, 3]),
+        ({"stopping_threshold": 3.0}, {"stopping_threshold": 1.0}, [1, 1, 4, 4]),
+        ({"divergence_threshold": 1.0}, {}, [1, 1, 4, 4]),
+        ({"patience": 9}, {"patience": 1}, [4, 4, 4, 4]),
+    ],
+)
+def test_early_stopping_goes_by_the_recipe_when_a_run_is_resumed(
+    make_trainer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, first: Any, then: Any, ends: list[int]
+) -> None:
+    """Epochs of one step, in all: at first, and resumed with the same options, with others, and with these again."""
+    caplog.set_level("INFO")
+    reached: list[int] = []
+    for options, resumed in ((first, None), (first, "1.ckpt"), (then, "2.ckpt"), (then, "3.ckpt")):
+        stop = EarlyStopping("val/loss", **options)
+        callbacks = [stop, RunState(tmp_path / "finished.json", tmp_path)]
+        trainer = make_trainer(max_epochs=4, limit_train_batches=1, limit_val_batches=1, callbacks=callbacks)
+        trainer.fit(Constant(), ckpt_path=resumed and tmp_path / resumed, weights_only=False)
+        reached.append(trainer.global_step)
+        assert stop.patience == options.get("patience", 3)
+        trainer.save_checkpoint(tmp_path / f"{len(reached)}.ckpt")
+    assert reached == ends
+    line = f"EarlyStopping: patience is {then.get('patience')}, no longer {first.get('patience')}"
+    assert caplog.text.count(line) == ("patience" in first)
 
 
 def test_a_resumed_run_says_how_much_time_it_has_left(

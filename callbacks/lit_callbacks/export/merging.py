@@ -1,6 +1,7 @@
 """Export of a trained model: its adapter, or the adapter merged into the base model."""
 
 import copy
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -185,7 +186,26 @@ def save_adapter(
         texts: text files to add to the folder, by name.
         write: function that writes the adapter into a given folder; None is ``write_adapter``.
     """
-    write_atomically(folder, write or partial(write_adapter, model), tokenizer, texts)
+    write = write or partial(write_adapter, model)
+
+    def write_in_order(temporary: Path) -> None:
+        write(temporary)
+        _sort_sets(temporary)
+
+    write_atomically(folder, write_in_order, tokenizer, texts)
+
+
+def _sort_sets(folder: Path) -> None:
+    """Sort what PEFT's configs have as sets, whose order is another one in each process."""
+    for path in folder.rglob("adapter_config.json"):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        sets = {name: config[name] for name in _SETS if isinstance(config.get(name), list)}
+        config |= {name: sorted(modules) for name, modules in sets.items()}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+_SETS = ("target_modules", "exclude_modules", "feedforward_modules")
+"""Options of PEFT's configs that name modules and become sets."""
 
 
 def write_adapter(model: "PeftModel", folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:

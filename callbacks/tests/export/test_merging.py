@@ -1,12 +1,13 @@
 """A merged model on disk."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lit_callbacks.export.merge_check import MergeFailed
-from lit_callbacks.export.merging import save_merged
+from lit_callbacks.export.merging import save_adapter, save_merged
 from lit_callbacks.internals.bitsandbytes_internals import without_faults
 from safetensors.torch import load_file
 
@@ -40,6 +41,18 @@ def test_weights_that_transformers_keeps_in_fp32_beside_fp16(
     assert float(weights[norm][0]) == pytest.approx(1e-9, rel=1e-2)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert again.get_parameter(norm)[0] == weights[norm][0]
+
+
+def test_names_of_modules_are_in_order_in_an_adapter(tmp_path: Path) -> None:
+    """PEFT writes its sets in an order that Python draws for each process."""
+    names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(vocab_size=64, intermediate_size=32, **SIZES))
+    trained = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, exclude_modules=["o", "a", "b"]))
+    save_adapter(trained, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == names
+    assert config["exclude_modules"] == ["a", "b", "o"]
+    assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").target_modules == set(names)
 
 
 def test_gemma_in_a_wider_dtype(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def register(board: Board) -> None:
         try:
             folder = await asyncio.to_thread(board.runs.folder, name)
         except RecipeError as error:
+            ui.status_code(404)
             with frame(texts, texts("run"), "404"):
                 ui.label(str(error)).classes("card")
             return

@@ -321,6 +321,9 @@ def _what_to_name(path: str) -> str:
     parts = [part.strip() for part in path.split(",")]
     if len(parts) > 1 and all(map(_is_data, parts)):
         return f"of several files write --data.sources '[{', '.join(f'{{path: {part}}}' for part in parts)}]'"
+    of_swift = re.fullmatch(r"(.+)#(\d+)", path)
+    if of_swift is not None and Path(of_swift[1]).expanduser().exists():
+        return f"of some rows write --data.sources '[{{path: {of_swift[1]}, max_rows: {of_swift[2]}}}]'"
     folder = Path(path).expanduser().parent
     with suppress(OSError):
         names = [file.name for file in folder.iterdir() if _is_data(file.name)] if folder.is_dir() else []

@@ -6,7 +6,6 @@ wait: no rank waits in a collective, which would time out, and the lock of a kil
 Checksums of its files are compared before it is used: a damaged entry is written again.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.data.tokens.tokenization import Tokenization
-from lit_ft.errors import RecipeError
+from lit_ft.errors import DISK_ERRORS, RecipeError
 
 SECONDS_BEFORE_SAYING_SO = 5
 SUMS = "sums.json"
@@ -108,7 +107,7 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
         if not path.is_dir():
             _write(folder / f"{key}.unfinished", path, write)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+        if error.errno not in DISK_ERRORS:
             raise
         raise RecipeError(
             f"data.cache_dir={str(folder)!r}: tokens cannot be written ({error.strerror}); make room there, or give "

@@ -23,7 +23,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import MayStream
-from lit_ft.training.optimizers.schedules import DecayingSchedule, WarmupSchedule
+from lit_ft.training.optimizers.schedules import ConstantWithWarmup, DecayingSchedule, WarmupSchedule
 
 MATRICES = "matrices"
 """Key of a parameter group: True for weight matrices of hidden layers, False for all other weights."""
@@ -95,7 +95,7 @@ def configure_optimizers(
         config: LRSchedulerConfigType = {"scheduler": scheduler, "monitor": metric, "frequency": every or 1}
         return {"optimizer": built, "lr_scheduler": {**config, "strict": every is not None}}
     if scheduler.total_steps is None:
-        scheduler.total_steps = _length(module.trainer, type(scheduler).__name__)
+        scheduler.total_steps = _length(module.trainer, scheduler)
     elif isinstance(scheduler, DecayingSchedule) and scheduler.total_steps < (
         steps := _known_length(module.trainer) or 0
     ):
@@ -143,7 +143,7 @@ def describe_own_rates(scheduler: object, given: Sequence[float], optimizer: Opt
 def follow_run(schedule: object, trainer: Trainer) -> None:
     """Give a schedule the length of a resumed run, which is known only once the steps before it are."""
     if isinstance(schedule, WarmupSchedule) and schedule.has_length_of_run:
-        schedule.total_steps = _length(trainer, type(schedule).__name__)
+        schedule.total_steps = _length(trainer, schedule)
 
 
 def check_total_steps(schedule: object, trainer: Trainer) -> None:
@@ -240,11 +240,13 @@ def _end_weight_decay(optimizer: Optimizer) -> None:
             group["weight_decay"] = 0.0
 
 
-def _length(trainer: Trainer, schedule: str) -> int:
-    """Optimizer steps of a run; one whose length is not known is refused."""
-    if (steps := _known_length(trainer)) is None:
+def _length(trainer: Trainer, schedule: WarmupSchedule) -> int | None:
+    """Optimizer steps of a run; one whose length is not known is refused where the schedule needs it."""
+    if (steps := _known_length(trainer)) is None and schedule.needs_length:
+        or_steps = ", or warmup as a number of optimizer steps" if isinstance(schedule, ConstantWithWarmup) else ""
         raise RecipeError(
-            f"{schedule} needs the run's length; set trainer.max_steps, or max_epochs where the data has a length"
+            f"{type(schedule).__name__} needs the run's length; set trainer.max_steps, or max_epochs where the data "
+            f"has a length{or_steps}"
         )
     return steps
 

@@ -35,6 +35,11 @@ class WarmupSchedule(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     @property
+    def needs_length(self) -> bool:
+        """Whether it depends on the length of the run."""
+        return True
+
+    @property
     def warmup_steps(self) -> int:
         """Number of optimizer steps until the full learning rate."""
         return self.steps_of(self.warmup)
@@ -60,11 +65,12 @@ class WarmupSchedule(LambdaLR):
 
     def factor(self, step: int) -> float:
         """Fraction of the full learning rate at an optimizer step, counted from 0."""
-        if self.total_steps is None:  # the constructor asks for step 0 before the run's length is known
+        # The constructor asks for step 0 before the run's length is known.
+        if self.total_steps is None and self.needs_length:
             return 0.0 if self.warmup else 1.0
         if step < self.warmup_steps:
             return step / self.warmup_steps
-        rest = max(1, self.total_steps - self.steps_before_decay)
+        rest = max(1, (self.total_steps or 0) - self.steps_before_decay)
         return self.decay(min(1.0, max(0, step - self.steps_before_decay) / rest))
 
     def state_dict(self) -> StateDict:
@@ -83,6 +89,11 @@ def _check_length(name: str, length: float) -> None:
 
 class ConstantWithWarmup(WarmupSchedule):
     """Linear warm-up, then a constant learning rate."""
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether it depends on the length of the run: the warm-up is a fraction of it."""
+        return 0 < self.warmup < 1
 
 
 class DecayingSchedule(WarmupSchedule):
