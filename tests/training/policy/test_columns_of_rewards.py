@@ -174,7 +174,7 @@ def test_what_waits_for_known_answers_is_refused(
 ) -> None:
     module, path = _module(model_folder, Length()), _file(tmp_path, QUESTIONS["alpaca"])
     with pytest.raises(RecipeError, match=r"monitors val/.* and no row of the validation data has a known answer"):
-        make_trainer(max_epochs=1, enable_checkpointing=True, callbacks=[callback]).fit(module, data_of(path, val_path=path))
+        make_trainer(enable_checkpointing=True, callbacks=[callback]).fit(module, data_of(path, val_path=path))
     assert module.model is None, "before weights are read"
 
 
