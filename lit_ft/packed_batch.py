@@ -93,6 +93,9 @@ class PackedBatch(TypedDict, total=False):
     window_tokens: int
     """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
     samples are pairs, the number of its pairs."""
+    loss_weight: float | Tensor
+    """Factor on the summed loss that makes it this micro-batch's part in the loss of its window, which the module adds
+    in training; a pipeline, which computes gradients before the module knows the loss, puts it into them."""
     window_members: Sequence[Conversation]
     """Ids and labels of all samples of this rank in the window, in its first micro-batch, where a module answers their
     prompts at once."""
