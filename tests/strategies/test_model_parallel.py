@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -731,6 +732,22 @@ def test_a_run_goes_on_under_another_layout(
     assert_same(steps, own, whole[-1:], weights, 1e-4)
 
 
+@dataclass
+class WaitsAlone(Callback):
+    """Callback in which rank 0 waits for its checkpoint while the others do something else, as after an error."""
+
+    done: Path
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.strategy._finish_writing()
+            self.done.touch()
+        deadline = time.monotonic() + 10
+        while not self.done.exists():
+            assert time.monotonic() < deadline, "rank 0 waits for another rank"
+            time.sleep(0.01)
+
+
 def test_a_checkpoint_is_written_while_training_goes_on(
     make_trainer: Any, qwen2: Any, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path
 ) -> None:
@@ -740,7 +757,8 @@ def test_a_checkpoint_is_written_while_training_goes_on(
     whole, weights, _ = fit(make_trainer, folder, data, run)
     places = replace(LAYOUTS["dp2xpp2"], options={"async_save": True})
     first = replace(run, save=saved, save_after=3)
-    steps, found, _ = live_ranks(places.world, fit, make_trainer, folder, data, first, places)[0]
+    callbacks = [WaitsAlone(tmp_path / "done")]
+    steps, found, _ = live_ranks(places.world, fit, make_trainer, folder, data, first, places, None, callbacks)[0]
     assert_same(steps, found, whole, weights, 1e-4)
     assert Path(saved).is_dir()
     steps, found, _ = fit(make_trainer, folder, data, replace(run, resume=saved))
