@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lit_callbacks.throughput.batch_counts import count_batch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_ft import RecipeError
 from lit_ft.data.loaders import batching
@@ -442,3 +443,25 @@ def test_pairs_of_a_cache_entry(tmp_path: Path) -> None:
         [ids.tolist() for ids, _ in samples.pair(i)] for i in range(2)
     ]
     assert read.take(np.array([1])).longest == 4
+
+
+class Waits(TorchDispatchMode):
+    """Counts calls for which a host waits on CUDA: those whose result is as long as a mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = args[1] if func is torch.ops.aten.index.Tensor else ()
+        self.count += func is torch.ops.aten.nonzero.default
+        self.count += any(mask is not None and mask.dtype == torch.bool for mask in masks)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_part_of_a_packed_batch_is_waited_for_once() -> None:
+    whole = pack_samples([(np.arange(3, 3 + n), np.arange(3, 3 + n)) for n in (5, 9, 4, 7)])
+    whole["target_weights"] = torch.rand(len(whole["targets"]))
+    with Waits() as waits:
+        split_batch(whole, 4)
+    assert waits.count == 4
