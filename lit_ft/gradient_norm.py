@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from lit_callbacks.internals.torch_internals import norms as norms_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def norms(gradients: list[Tensor]) -> Tensor:
     """Norm of each gradient, ``(gradients,)``, computed in fp32 (fp64 for fp64); all gradients are on one device."""
-    return torch.stack(torch_internals.norms(gradients)) if gradients else torch.zeros(0)
+    return torch.stack(norms_of(gradients)) if gradients else torch.zeros(0)
 
 
 def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -107,6 +107,9 @@ class PackedBatch(TypedDict, total=False):
     window_tokens: int
     """What the loss is a mean over: supervised tokens of this rank in the window, over all its micro-batches; where
     samples are pairs, the number of its pairs."""
+    loss_weight: float | Tensor
+    """Factor on the summed loss that makes it this micro-batch's part in the loss of its window, which the module adds
+    in training; a pipeline, which computes gradients before the module knows the loss, puts it into them."""
     window_members: Sequence[Conversation]
     """Ids and labels of all samples of this rank in the window, in its first micro-batch, where a module answers their
     prompts at once."""
@@ -234,50 +237,50 @@ def split(batch: PackedBatch, parts: int) -> list[PackedBatch]:
     samples = split_evenly(lengths, min(parts, len(lengths)))
     pieces = [_part(batch, segments, size * part.start, size * part.stop) for part in samples]
     dummy = dummy_batch(batch["input_ids"].device)
-    dummy = with_factors(dummy, batch, torch.zeros_like(batch["targets"], dtype=torch.bool))
+    dummy = with_factors(dummy, batch, batch["predict_at"].new_zeros(0))
     return pieces + [with_no_pairs(dummy) if "pairs" in batch else dummy] * (parts - len(pieces))
 
 
 def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> PackedBatch:
     start, end = sum(lengths[:first]), sum(lengths[:last])
     at = batch["predict_at"]
-    is_here = (at >= start) & (at < end)
+    here = ((at >= start) & (at < end)).nonzero()[:, 0]  # once: on CUDA the host waits for it, as for each mask
     piece = PackedBatch(
         input_ids=batch["input_ids"][:, start:end],
         position_ids=batch["position_ids"][:, start:end],
         segment_lengths=list(lengths[first:last]),
-        predict_at=at[is_here] - start,
-        targets=batch["targets"][is_here],
+        predict_at=at[here] - start,
+        targets=batch["targets"][here],
     )
     if "target_sources" in batch:
-        piece["target_sources"] = batch["target_sources"][is_here]
-    piece = with_factors(piece, batch, is_here)
+        piece["target_sources"] = batch["target_sources"][here]
+    piece = with_factors(piece, batch, here)
     if "pairs" in batch:
         size = _segments_of_sample(batch)
         pairs = slice(first // size, last // size)
-        piece["target_answers"] = batch["target_answers"][is_here] - 2 * pairs.start
+        piece["target_answers"] = batch["target_answers"][here] - 2 * pairs.start
         piece["pairs"], piece["pair_sources"] = batch["pairs"][pairs], batch["pair_sources"][pairs]
         if "reference_log_probs" in batch:
             piece["reference_log_probs"], piece["divergence"] = batch["reference_log_probs"][pairs], batch["divergence"]
     return piece
 
 
-def with_factors(piece: PackedBatch, of: PackedBatch, is_here: Tensor) -> PackedBatch:
+def with_factors(piece: PackedBatch, of: PackedBatch, here: Tensor) -> PackedBatch:
     """A piece of a packed batch with what its targets have in the loss besides their cross-entropy.
 
     Args:
         piece: the piece.
         of: the packed batch, of n targets.
-        is_here: which of the targets the piece has, ``(n,)``, bool.
+        here: indices of the piece's targets among the n, int64.
     """
     factors = PackedBatch()
     if "target_weights" in of:
-        factors["target_weights"] = of["target_weights"][is_here]
+        factors["target_weights"] = of["target_weights"][here]
     if "target_kl_weights" in of:
-        factors["target_kl_weights"] = of["target_kl_weights"][is_here]
-        factors["target_reference"] = of["target_reference"][is_here]
+        factors["target_kl_weights"] = of["target_kl_weights"][here]
+        factors["target_reference"] = of["target_reference"][here]
     if "target_teacher" in of:
-        factors["target_teacher"], factors["teacher_ratio"] = of["target_teacher"][is_here], of["teacher_ratio"]
+        factors["target_teacher"], factors["teacher_ratio"] = of["target_teacher"][here], of["teacher_ratio"]
     return {**piece, **factors}
 
 

@@ -635,7 +635,14 @@ class TextDataModule(LightningDataModule):
         answers = 1 if policy is None else policy.answers_per_prompt  # of which an evaluation asks for one
         size = answers * self.micro_batch_size if units is None else 1
         replicas = process.data_parallel(self.trainer).size
-        plan = BatchPlan(micro_batch_size=size, packing=units, replicas=replicas, shows_window=shows_window)
+        plan = BatchPlan(
+            micro_batch_size=size,
+            packing=units,
+            mixes_bins=True,  # limit_val_batches must not select the longest samples
+            seed=process.seed(),
+            replicas=replicas,
+            shows_window=shows_window,
+        )
         return self._loader(split, plan, 1.0, selected=selected)  # only the trainer applies limit_val_batches
 
     def _loader(

@@ -33,15 +33,6 @@ M = TypeVar("M", bound=nn.Module)
 # --- tensors -----------------------------------------------------------------------------------------
 
 
-def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """2-norm of each tensor, computed together in fp32, or in fp64 where one of them is.
-
-    torch's public ``get_total_norm`` takes twice as long, and rounds the norm of bf16 to 8 bits.
-    """
-    has_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return tuple(torch._foreach_norm(list(tensors), dtype=torch.float64 if has_double else torch.float32))
-
-
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors by a scalar tensor in place, together.
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.internals.bitsandbytes_internals import keep_scales, without_faults
+from lit_callbacks.internals.transformers_internals import is_quantized
 from peft import PeftConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -130,11 +131,6 @@ def stores_integers(quantization: QuantizationConfigMixin | PretrainedConfig) ->
 
 def _values(quantization: QuantizationConfigMixin | PretrainedConfig) -> dict[str, Any]:
     return quantization.to_dict() if isinstance(quantization, QuantizationConfigMixin) else _stored(quantization) or {}
-
-
-def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether the weights of a model are packed; transformers sets the attribute while it reads them."""
-    return bool(getattr(model, "is_quantized", False))
 
 
 def method_of(quantization: QuantizationConfigMixin | dict[str, object]) -> str:

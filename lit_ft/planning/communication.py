@@ -15,6 +15,7 @@ from lit_ft.planning import communication_formulas
 from lit_ft.planning.layout import Layout
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import BoundsTokens
+from lit_ft.strategies.parallel.mesh import trains
 from lit_ft.strategies.parallel.tensor_plan import is_block
 
 ASSUMED_TOKENS = 1024
@@ -59,25 +60,21 @@ class _Piece:
         needs, flows = [], self.trains_before
         for layer in self.layers:
             blocks = [child for child in layer.children() if is_block(child)]
-            flows = flows or any(_trains(child) for child in layer.children() if child not in blocks)
+            flows = flows or any(trains(child) for child in layer.children() if child not in blocks)
             for block in blocks:
-                before, flows = flows, flows or _trains(block)
+                before, flows = flows, flows or trains(block)
                 needs.append((before, flows))
         return needs
 
     def back(self) -> list[nn.Module]:
         """Layers that take part in the backward pass."""
-        first = next((i for i, layer in enumerate(self.layers) if self.trains_before or _trains(layer)), None)
+        first = next((i for i, layer in enumerate(self.layers) if self.trains_before or trains(layer)), None)
         return [] if first is None else list(self.layers[first:])
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
 
 
 def _pieces(layout: Layout) -> list[_Piece]:
     base = layout.base
-    is_embedding_trained = _trains(base.get_input_embeddings())
+    is_embedding_trained = trains(base.get_input_embeddings())
     if not layout.stages:
         return [_Piece(decoder_layers(base), True, True, trains_before=is_embedding_trained)]
     layers = getattr(base, base.base_model_prefix).layers

@@ -395,10 +395,12 @@ class ModelParallelStrategy(ShardedStrategy):
         """Context for all but the last micro-batch of an optimizer step: gradients are not reduced over ranks."""
         if self.pipeline is not None:
             self.pipeline.within_window(True)
-        with super().block_backward_sync():
-            yield
-        if self.pipeline is not None:
-            self.pipeline.within_window(False)
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            if self.pipeline is not None:
+                self.pipeline.within_window(False)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> object:
         """Take a step, then free a pipeline's gradients, which Lightning would keep during the next schedule."""

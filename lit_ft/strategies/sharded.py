@@ -399,7 +399,6 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self._writing = sharded.save_sharded(
                 checkpoint, path, names, self._join_stages, self._order(), self._background()
             )
-            self.barrier()
             return
         with failing_together():
             if self.is_global_zero:
@@ -412,11 +411,13 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return self._cpu_group
 
     def _finish_writing(self) -> None:
-        """Wait for a checkpoint that is still being written in the background; its error is raised here."""
+        """Wait for a checkpoint that is still being written in the background; its error is raised here.
+
+        No collective, as a rank that has failed waits alone: the end of writing on one rank is that on all.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
-            self.barrier()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, after the one that replaces it is written."""

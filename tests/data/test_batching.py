@@ -3,6 +3,7 @@
 import random
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from lit_callbacks.throughput.batch_counts import count_batch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_ft import RecipeError
+from lit_ft.data.loaders import batching
 from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
 from lit_ft.data.loaders.mixing import Mixing, check_weights
 from lit_ft.data.loaders.packing import best_fit
@@ -207,6 +210,29 @@ def test_the_same_samples_with_and_without_packing() -> None:
     for epoch in range(3):
         packed = BatchPlan(1, 16, shuffle=True, seed=2).units(samples, epoch)
         assert sorted(i for unit in packed for i in unit) == list(range(8))
+
+
+def test_bins_without_shuffling_can_be_mixed_and_are_the_same_each_epoch() -> None:
+    """Best fit begins with the longest samples, which a limit of batches would select."""
+    lengths = list(range(1, 129))
+    samples = samples_of(lengths)
+    in_order, mixed = BatchPlan(1, 128), BatchPlan(1, 128, seed=1, mixes_bins=True)
+    assert sorted(mixed.units(samples, 0)) == sorted(in_order.units(samples, 0))
+    assert mixed.units(samples, 0) == mixed.units(samples, 1) != BatchPlan(1, 128, mixes_bins=True).units(samples, 0)
+    longest = [[max(lengths[i] for i in unit) for unit in plan.units(samples)[:16]] for plan in (in_order, mixed)]
+    assert longest[0] == lengths[:-17:-1]
+    assert np.mean(longest[1]) == pytest.approx(96, rel=0.1)  # they are 65 to 128
+
+
+def test_bins_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, plan, calls = samples_of([5, 9, 4, 7, 8]), BatchPlan(1, 16, shuffle=True, seed=2), []
+    monkeypatch.setattr(batching, "best_fit", lambda *of: calls.append(of) or best_fit(*of))
+    first, second = PackedBatchLoader(samples, plan), PackedBatchLoader(samples, plan)
+    assert [*first, *first, *second]
+    assert len(calls) == 1
+    plan.units(samples_of([5, 9, 4, 7, 8]), 0)
+    replace(plan, seed=3).units(samples, 0)
+    assert len(calls) == 3
 
 
 # --- mixing ----------------------------------------------------------------------------------------
@@ -417,3 +443,25 @@ def test_pairs_of_a_cache_entry(tmp_path: Path) -> None:
         [ids.tolist() for ids, _ in samples.pair(i)] for i in range(2)
     ]
     assert read.take(np.array([1])).longest == 4
+
+
+class Waits(TorchDispatchMode):
+    """Counts calls for which a host waits on CUDA: those whose result is as long as a mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = args[1] if func is torch.ops.aten.index.Tensor else ()
+        self.count += func is torch.ops.aten.nonzero.default
+        self.count += any(mask is not None and mask.dtype == torch.bool for mask in masks)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_part_of_a_packed_batch_is_waited_for_once() -> None:
+    whole = pack_samples([(np.arange(3, 3 + n), np.arange(3, 3 + n)) for n in (5, 9, 4, 7)])
+    whole["target_weights"] = torch.rand(len(whole["targets"]))
+    with Waits() as waits:
+        split_batch(whole, 4)
+    assert waits.count == 4

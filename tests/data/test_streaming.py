@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,12 @@ def loader(sources: list[Source], workers: int = 0, mixing: Any = None, **option
         buffer_rows=options.get("buffer_rows", 20),
         replica=options.get("replica", 0),
         accumulate=lambda: 2,
+        epoch_batches=options.get("epoch_batches"),
         workers=workers,
     )
 
 
-PLAN = ("packing", "shuffle", "replicas", "token_budget")
+PLAN = ("packing", "shuffle", "replicas", "token_budget", "micro_batch_size")
 
 
 def pieces(row: Any) -> list[bytes]:
@@ -116,6 +117,24 @@ def test_resumed_anywhere_it_goes_on_with_the_next_micro_batch(
         resumed = loader(sources, 2 - workers, mixing=mixing, packing=packing)
         resumed.load_state_dict(state)
         assert as_lists(list(resumed)) == whole[handed_out:]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"epoch_batches": 8}, {"micro_batch_size": 4, "epoch_batches": 8}], ids=["limit", "micro-batch"]
+)
+def test_a_second_resumption_goes_on_too_where_the_first_had_another_limit_or_micro_batch(
+    sources: list[Source], changed: dict[str, int]
+) -> None:
+    """The trainer counts the micro-batches of the epoch from 0, after one that was over."""
+    first, second, third = loader(sources, epoch_batches=4), loader(sources, **changed), loader(sources, **changed)
+    list(islice(first, 4))
+    second.load_state_dict(first.state_dict())
+    rows = iter(second)
+    list(islice(rows, 6))
+    state = second.state_dict()
+    StreamLoader.rewind(state, micro_batch=6, ready=6)
+    third.load_state_dict(state)
+    assert as_lists(list(islice(third, 2))) == as_lists(list(islice(rows, 2)))
 
 
 def test_ratios_hold_over_the_stream(sources: list[Source]) -> None:

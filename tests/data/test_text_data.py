@@ -212,14 +212,17 @@ def test_a_share_of_the_validation_data_is_a_share_of_all_of_it(
     make_trainer: Any, model_folder: str, write_rows: Any
 ) -> None:
     module, rows = CausalLM(model_folder), write_rows(make_rows(16))
-    validated = {}
+    validated, sizes = {}, {}
     for limit in (1.0, 0.5):
         trainer = make_trainer(limit_val_batches=limit)
         data = TextDataModule(rows, val_path=write_rows(make_rows(16, 1), "val.json"), micro_batch_tokens=64)
         trainer.validate(module, data, verbose=False)
         (validated[limit],) = trainer.num_val_batches
+        assert isinstance(trainer.val_dataloaders, PackedBatchLoader)
+        sizes[limit] = [batch["segment_lengths"] for batch in trainer.val_dataloaders]
     assert validated[1.0] >= 4
     assert validated[0.5] == validated[1.0] // 2
+    assert sizes[0.5] == sizes[1.0] != sorted(sizes[1.0], key=max, reverse=True)  # not those of the longest samples
 
 
 @pytest.mark.slow

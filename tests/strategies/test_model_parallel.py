@@ -1,8 +1,10 @@
 """Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
 
+import contextlib
 import math
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -380,6 +382,29 @@ def test_same_numbers_in_other_ways(
     assert_same(results[0][0], results[0][1], steps, weights, tolerance)
 
 
+class Uncounted(Callback):
+    """Callback that makes batches those of a loader which does not count the tokens of an optimizer step."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        del batch["window_tokens"]
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        with contextlib.suppress(ValueError), trainer.strategy.block_backward_sync():
+            raise ValueError
+        stages = [] if trainer.strategy.pipeline is None else trainer.strategy.pipeline._torch_stages
+        assert not any(stage.is_within_window for stage in stages), "an error has left the optimizer step open"
+
+
+def test_gradients_of_a_step_whose_micro_batches_have_different_weights(
+    make_trainer: Any, qwen2: Any, rows: str, live_ranks: LiveRanks
+) -> None:
+    """FSDP adds them up before it reduces them."""
+    run, uncounted = replace(Run(**SHORT), micro_batch_size=2, max_length=48), (Uncounted(),)
+    arguments = make_trainer, qwen2(2), rows, run
+    wanted = live_ranks(2, fit, *arguments, LAYOUTS["dp2"], None, uncounted)
+    check_results(live_ranks(4, fit, *arguments, LAYOUTS["dp2xpp2"], None, uncounted), wanted[0])
+
+
 PRECISIONS: dict[str, Run] = {
     "bf16-mixed": Run(precision="bf16-mixed"),
     "bf16-true": Run(precision="bf16-true"),
@@ -424,13 +449,15 @@ def test_a_gradient_scaler_skips_the_steps_that_it_skips_on_one_process(
 ) -> None:
     """Within a pipeline too, whose backward passes come before Lightning scales the loss, and on all stages or none."""
     (run, kinds), place = SCALED[way], LAYOUTS[layout]
+    if place.data > 1:  # steps of two micro-batches there too
+        run = replace(run, micro_batch_size=2, max_length=48)
     folder = qwen2(place.layers)
     one, _, _ = fit(make_trainer, folder, rows, run, callbacks=[kind() for kind in kinds])
     assert len(one) == 4
     assert not all(math.isfinite(norm) for _, norm in one)
     callbacks = [kind() for kind in kinds]
     for found, _, _ in live_ranks(place.world, fit, make_trainer, folder, rows, run, place, None, callbacks):
-        assert [math.isfinite(norm) for _, norm in found] == [math.isfinite(norm) for _, norm in one]
+        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in one], rel=1e-2, nan_ok=True)
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], rel=1e-2)
 
 
@@ -705,6 +732,22 @@ def test_a_run_goes_on_under_another_layout(
     assert_same(steps, own, whole[-1:], weights, 1e-4)
 
 
+@dataclass
+class WaitsAlone(Callback):
+    """Callback in which rank 0 waits for its checkpoint while the others do something else, as after an error."""
+
+    done: Path
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.strategy._finish_writing()
+            self.done.touch()
+        deadline = time.monotonic() + 10
+        while not self.done.exists():
+            assert time.monotonic() < deadline, "rank 0 waits for another rank"
+            time.sleep(0.01)
+
+
 def test_a_checkpoint_is_written_while_training_goes_on(
     make_trainer: Any, qwen2: Any, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path
 ) -> None:
@@ -714,7 +757,8 @@ def test_a_checkpoint_is_written_while_training_goes_on(
     whole, weights, _ = fit(make_trainer, folder, data, run)
     places = replace(LAYOUTS["dp2xpp2"], options={"async_save": True})
     first = replace(run, save=saved, save_after=3)
-    steps, found, _ = live_ranks(places.world, fit, make_trainer, folder, data, first, places)[0]
+    callbacks = [WaitsAlone(tmp_path / "done")]
+    steps, found, _ = live_ranks(places.world, fit, make_trainer, folder, data, first, places, None, callbacks)[0]
     assert_same(steps, found, whole, weights, 1e-4)
     assert Path(saved).is_dir()
     steps, found, _ = fit(make_trainer, folder, data, replace(run, resume=saved))

@@ -431,6 +431,23 @@ def test_a_batch_without_supervised_tokens_is_named(make_trainer: Any, model_fol
         make_trainer(max_steps=1).fit(module, loader)
 
 
+def test_a_shorter_last_step_of_a_loader_that_counts_no_tokens_is_a_mean_too(
+    make_trainer: Any, model_folder: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    ids = torch.arange(3, 27).reshape(3, 8)
+    norms = []
+    for rows, accumulate in ((3, 2), (1, 1)):  # the third row alone is the second step, and the only one
+        trainer = make_trainer(max_epochs=1, accumulate_grad_batches=accumulate, log_every_n_steps=1)
+        module = CausalLM(model_folder, optimizer=partial(torch.optim.SGD, lr=0.0))
+        trainer.fit(module, DataLoader([{"input_ids": row, "labels": row} for row in ids[-rows:]]))
+        norms.append(float(trainer.callback_metrics["train/grad_norm"]))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    said = (
+        "gradients are those of the mean of micro-batch means, while train/loss is the mean over the tokens of the step"
+    )
+    assert any(f"{said}. lit_ft" in str(warning.message) for warning in recwarn)
+
+
 def test_virtual_tokens_take_positions_of_the_model(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
 ) -> None:

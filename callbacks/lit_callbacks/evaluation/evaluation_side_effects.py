@@ -97,27 +97,29 @@ class EvaluatedWeights:
 
     def __init__(self) -> None:
         """Start without evaluated weights."""
-        self._norms: Tensor | None = None
+        self._fingerprint: Tensor | None = None
 
     def remember(self, module: LightningModule) -> None:
         """Take the weights of a module as those that are evaluated; within ``evaluating``."""
-        self._norms = _local_norms(module)
+        self._fingerprint = _fingerprint_of(module)
 
     def have_changed(self, trainer: Trainer, module: LightningModule) -> bool:
         """Whether the weights of a module, on any rank, are others than the remembered ones, if any. A collective."""
         with weights_that_answer(trainer, module):
-            norms = _local_norms(module)
-        is_same = self._norms is None or torch.equal(norms, self._norms)
+            now = _fingerprint_of(module)
+        is_same = self._fingerprint is None or torch.equal(now, self._fingerprint)
         return not trainer.strategy.reduce_boolean_decision(is_same, all=True)
 
 
-def _local_norms(module: LightningModule) -> Tensor:
-    """Norm of this rank's part of each trainable weight, ``(weights,)``, fp32; 0 where it is not a number."""
+def _fingerprint_of(module: LightningModule) -> Tensor:
+    """Norm and sum of this rank's part of each trainable weight, ``(2 weights,)``, fp32; 0 where it is not a number."""
     reshard(module)
     weights = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
     parts = [_part(weight).detach() for weight in weights]
-    norms = [norm.float() for norm in torch_internals.norms(parts)] if parts else []
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).nan_to_num() if norms else torch.zeros(0)
+    if not parts:
+        return torch.zeros(0)
+    values = [*torch_internals.norms(parts), *(part.real.sum(dtype=torch.float32) for part in parts)]
+    return torch.stack([value.to(parts[0].device, torch.float32) for value in values]).nan_to_num()
 
 
 def _part(weight: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from lit_callbacks.output.durable_writes import sync, write_durably
+
 MANIFEST = "manifest.json"
 """File name of a manifest."""
 
@@ -170,35 +172,12 @@ def verify_manifest(folder: Path, only: Callable[[str], bool] = lambda _: True, 
     )
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace a file atomically: after a kill or a power failure at any moment it holds the old or the new text."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def sync_folder(folder: Path) -> None:
     """Sync a folder to the disk: its files, its subfolders and its directory entries."""
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(root, name))
         sync(Path(root))
-
-
-def sync(path: Path) -> None:
-    """Sync a file, or the directory entries of a folder, to the disk (``fsync``)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _entry(entry: Any) -> FileSum:

@@ -34,8 +34,14 @@ def connect_to_default_store() -> tuple[Store, float]:
 
 
 def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """2-norm of each tensor, computed together: torch's public get_total_norm takes twice as long."""
-    return tuple(torch._foreach_norm(list(tensors)))
+    """2-norm of each tensor, computed together in fp32, or in fp64 where one of them is.
+
+    torch's public ``get_total_norm`` takes twice as long, rounds the norm of bf16 to 8 bits, and gives infinity for one
+    of fp16 from 65,520 on.
+    """
+    parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    has_double = any(part.dtype == torch.float64 for part in parts)
+    return tuple(torch._foreach_norm(parts, dtype=torch.float64 if has_double else torch.float32))
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -86,7 +86,7 @@ class RankFailureWatchdog(Callback):
         A failure before there is a process group, such as a port in use, ends the processes that wait for one.
         """
         if self._over is None and not (dist.is_available() and dist.is_initialized()):
-            atexit.register(self._end_children, trainer, self.poll_seconds)
+            self._end_children_at_exit(trainer, self.poll_seconds)
         if self._over is None or isinstance(exception, StopRequested):
             self._rest()
             return
@@ -98,7 +98,7 @@ class RankFailureWatchdog(Callback):
             self._say(trainer.global_rank, failure[1])
         # Other callbacks may still save, and the traceback is not printed yet; but a failed rank must end.
         threading.Thread(target=self._end_if_stuck, args=(trainer, failure), daemon=True).start()
-        atexit.register(self._end_children, trainer, self.grace_seconds)
+        self._end_children_at_exit(trainer, self.grace_seconds)
 
     def _cause(self, rank: int, exception: BaseException) -> tuple[int, str, list[int]]:
         if isinstance(exception, StoppedAtOnce):
@@ -146,7 +146,7 @@ class RankFailureWatchdog(Callback):
 
     def _end(self, trainer: Trainer, failure: tuple[int, str]) -> None:
         self._say(trainer.global_rank, failure[1])
-        self._end_children(trainer, 2 * self.poll_seconds)
+        self._end_children(trainer.strategy.launcher, 2 * self.poll_seconds)
         os._exit(failure[0])
 
     def _say(self, rank: int, reason: str) -> None:
@@ -154,10 +154,15 @@ class RankFailureWatchdog(Callback):
             self._said = reason
             print(f"rank {rank} stops: {reason}", file=sys.stderr, flush=True)
 
-    @staticmethod
-    def _end_children(trainer: Trainer, seconds: float) -> None:
-        """End the processes that Lightning has started from this one: a stopped one would never exit."""
+    def _end_children_at_exit(self, trainer: Trainer, seconds: float) -> None:
         launcher = trainer.strategy.launcher
+        if isinstance(launcher, StartsProcesses) and launcher.procs:
+            # Not the trainer, which would keep the model until the process ends.
+            atexit.register(self._end_children, launcher, seconds)
+
+    @staticmethod
+    def _end_children(launcher: object, seconds: float) -> None:
+        """End the processes that Lightning has started from this one: a stopped one would never exit."""
         if not isinstance(launcher, StartsProcesses):
             return
         processes = launcher.procs

@@ -198,9 +198,9 @@ class LossLedger(Callback):
     # --- writing -------------------------------------------------------------------------------------
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the records so far."""
+        """Write the records so far, if the device still gives them: after a CUDA error it may not."""
         self._lend(pl_module, None)
-        self._write(trainer)
+        self._attempts.result("cannot keep the last losses", lambda: self._write(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the remaining records; on rank 0, summarize the records of all ranks."""

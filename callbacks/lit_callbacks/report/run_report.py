@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals.lightning_internals import attributes_of
+from lit_callbacks.output.durable_writes import write_durably
 from lit_callbacks.output.printable import printable
 from lit_callbacks.output.quantities import as_count, as_time
 from lit_callbacks.peak_memory import device_peak, host_peak
@@ -175,7 +176,7 @@ class RunReport(Callback):
     def _note(self, trainer: Trainer, **noted: object) -> None:
         path = self._root(trainer) / ENVIRONMENT
         try:
-            known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+            known = _noted_before(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             noted["title"] = known.get("title") or self.title
             noted[LOG_FOLDERS] = [
@@ -183,9 +184,17 @@ class RunReport(Callback):
                 for logger in trainer.loggers
                 if isinstance(log_dir := getattr(logger, "log_dir", None), str)
             ]
-            path.write_text(json.dumps(known | describe(trainer) | noted, indent=1) + "\n", encoding="utf-8")
+            write_durably(path, json.dumps(known | describe(trainer) | noted, indent=1) + "\n")
         except (OSError, ValueError, TypeError) as error:
             rank_zero_warn(f"RunReport cannot note versions in {str(path)!r} ({error}); give folder=")
+
+
+def _noted_before(path: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (ValueError, TypeError) as error:
+        rank_zero_warn(f"RunReport replaces the damaged file {str(path)!r} ({type(error).__name__}: {error})")
+        return {}
 
 
 class _PartTimes:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, SampleGenerations
+from lit_callbacks.evaluation.evaluation_side_effects import EvaluatedWeights
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -160,6 +161,16 @@ class TwoSets(torch.optim.SGD):
 
     def eval(self) -> None:
         self._multiply(False, 10)
+
+
+def test_small_changes_of_weights_in_bf16_and_of_their_signs_are_seen() -> None:
+    module, seen, trainer = LightningModule(), EvaluatedWeights(), Trainer(**QUIET)
+    module.weight = nn.Parameter(torch.ones(256, 256, dtype=torch.bfloat16))
+    for change in (lambda weight: weight[0, 0].fill_(1 + 2**-7), lambda weight: weight.neg_()):
+        seen.remember(module)
+        assert not seen.have_changed(trainer, module)
+        change(module.weight.data)
+        assert seen.have_changed(trainer, module)
 
 
 def test_weights_that_answer_are_evaluated(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from lit_callbacks.export.manifest import (
     read_manifest,
     sha256_of,
     verify_manifest,
-    write_durably,
     write_manifest,
 )
+from lit_callbacks.output.durable_writes import write_durably
 
 
 @pytest.fixture

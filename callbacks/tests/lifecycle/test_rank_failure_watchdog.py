@@ -164,9 +164,9 @@ def with_children() -> tuple[Any, Any]:
 
 
 def test_stopped_children_are_ended() -> None:
-    trainer, launcher = with_children()
+    _, launcher = with_children()
     launcher.procs[0].send_signal(signal.SIGSTOP)
-    RankFailureWatchdog._end_children(trainer, 0.2)
+    RankFailureWatchdog._end_children(launcher, 0.2)
     assert [process.wait(5) for process in launcher.procs] == [-signal.SIGKILL] * 2
 
 
@@ -179,6 +179,13 @@ def test_processes_that_wait_for_a_process_group_are_ended(monkeypatch: pytest.M
     ((end, *arguments),) = at_exit
     end(*arguments)
     assert [process.wait(5) for process in launcher.procs] == [-signal.SIGKILL] * 2
+
+
+def test_a_failed_run_without_children_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atexit.register", None)
+    launcher = _SubprocessScriptLauncher(LightningEnvironment(), num_processes=1, num_nodes=1)
+    for trainer in (Trainer(accelerator="cpu"), SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))):
+        RankFailureWatchdog().on_exception(trainer, BoringModel(), RuntimeError("out of memory"))
 
 
 def test_lightning_gives_time_to_name_the_rank_before_it_kills_all() -> None:

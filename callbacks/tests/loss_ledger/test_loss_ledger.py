@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lit_callbacks import LossLedger
 from lit_callbacks.loss_ledger.ledger_files import Visit, Visits, read_visits, write_part
 from lit_callbacks.loss_ledger.ledger_summary import summarize
@@ -142,6 +143,29 @@ def test_after_an_error_the_module_no_longer_holds_the_ledger(tmp_path: Path) ->
     with pytest.raises(ArithmeticError):
         fit(tmp_path, module, rows([5.0, 6.0]), LossLedger())
     assert module.record_losses is None
+
+
+class Lost(torch.Tensor):
+    """Losses on a device that has failed: each call raises, as after an assertion on CUDA."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_losses_that_cannot_be_read_after_an_error_do_not_hide_it(tmp_path: Path) -> None:
+    class Failing(HookSteps):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.record_losses.__self__._pending[0].losses.__class__ = Lost
+            raise ArithmeticError
+
+    told: list[str] = []
+    last = LambdaCallback(on_exception=lambda _, __, error: told.append(type(error).__name__))
+    ledger = LossLedger()
+    warned = pytest.warns(UserWarning, match="LossLedger: cannot keep the last losses .RuntimeError: CUDA error")
+    with warned, pytest.raises(ArithmeticError):
+        fit(tmp_path, Failing(), rows([5.0, 6.0]), ledger, callbacks=[ledger, last])
+    assert told == ["ArithmeticError"]
 
 
 def test_a_module_that_calls_record_itself(tmp_path: Path) -> None:

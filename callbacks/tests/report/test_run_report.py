@@ -574,6 +574,13 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
         fit(tmp_path, [RunReport(folder=tmp_path / "file" / "x")], False)
 
 
+def test_a_damaged_file_of_versions_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text('{"title": "a run", "packa')
+    with pytest.warns(UserWarning, match="RunReport replaces the damaged file '.*environment.json' .JSONDecodeError"):
+        fit(tmp_path, [RunReport()], False)
+    assert "started" in json.loads((tmp_path / "environment.json").read_text())
+
+
 def test_a_file_of_another_program_is_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text('{"question": "of another program"}\n')
     (tmp_path / "loss_ledger").mkdir()

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lit_callbacks import SpikeGuard, SpikesPersist
+from lit_callbacks.distributed.gradient_norms import squared_norm
 from lit_callbacks.stability.spike_guard import History, excess, may_exceed
 from ranks import on_ranks
 from torch import nn
@@ -107,6 +108,13 @@ def test_a_norm_that_the_module_has_is_not_measured_again(tmp_path: Path, monkey
     assert [step for step, has_moved in enumerate(moved(module), 1) if not has_moved] == [25]
     assert guard.skipped_steps == 1
     assert json.loads((tmp_path / "step00000025.rank0.json").read_text())["gradient_norm"] == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_norm_is_finite_and_exact_in_every_dtype(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.zeros(20, 20, dtype=dtype))
+    weight.grad = torch.full_like(weight, 4128)  # a norm over the largest of fp16, and one of ten bits: bf16 has eight
+    assert float(squared_norm([weight], Trainer(**QUIET))) == pytest.approx((20 * 4128) ** 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [1000.0, math.nan, math.inf])

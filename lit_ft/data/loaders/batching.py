@@ -10,6 +10,7 @@ the step is split into micro-batches and ranks.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -38,6 +39,10 @@ Unit = Sequence[int]
 """Indices of the samples of a unit."""
 
 
+_BINS: WeakKeyDictionary[Samples, dict[tuple[object, ...], list[Unit]]] = WeakKeyDictionary()
+"""Bins by their samples and what they depend on besides: seconds of work for a million samples."""
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """Rules that distribute samples to micro-batches and ranks."""
@@ -51,6 +56,9 @@ class BatchPlan:
     shuffle: bool = False
     seed: int = 0
     replicas: int = 1
+    mixes_bins: bool = False
+    """Whether bins are in a random order, the same each epoch, although ``shuffle`` is off; by default those of the
+    longest samples come first."""
     mixing: Mixing = field(default_factory=Mixing)
     shows_window: bool = False
     """Whether the first micro-batch of a window also holds the samples of all of them on its rank, or of pairs their
@@ -62,12 +70,20 @@ class BatchPlan:
             order = self.mixing.order(samples.source, self.shuffle, [self.seed, *numbers])
             # Tuples of numbers, which Python's searches for cycles soon leave out; lists they traverse each time.
             return list(zip(order.tolist()))
-        # The same bins each epoch: their number is the epoch's length, which the trainer asks for once.
-        order = self.mixing.order(samples.source, self.shuffle, self.seed)
-        units: list[Unit] = [order[members].tolist() for members in best_fit(samples.lengths[order], self.packing)]
-        if not self.shuffle:
+        units = self._bins(samples, self.packing)
+        if not self.shuffle and not self.mixes_bins:
             return units
-        return [units[i] for i in np.random.default_rng([self.seed, *numbers]).permutation(len(units))]
+        seed = [self.seed, *(numbers if self.shuffle else ())]
+        return [units[i] for i in np.random.default_rng(seed).permutation(len(units))]
+
+    def _bins(self, samples: Samples, budget: int) -> list[Unit]:
+        """Bins of an epoch, the same each time: their number is its length, which the trainer asks for once."""
+        kept = _BINS.setdefault(samples, {})
+        key = budget, self.mixing, self.shuffle, self.seed
+        if key not in kept:
+            order = self.mixing.order(samples.source, self.shuffle, self.seed)
+            kept[key] = [order[members].tolist() for members in best_fit(samples.lengths[order], budget)]
+        return kept[key]
 
     def length(self, units: int) -> int:
         """Number of micro-batches per replica and epoch."""

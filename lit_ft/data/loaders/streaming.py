@@ -196,12 +196,10 @@ class StreamLoader:
     @staticmethod
     def rewind(state: LoaderState, micro_batch: int, ready: int) -> None:
         """Set a saved position back to the first micro-batch of an optimizer step, as ``PackedBatchLoader.rewind``."""
-        begun = [window for window in state.get("windows", []) if window["batch"] <= micro_batch]
+        begun = [window for window in state["windows"] if window["batch"] <= micro_batch]
         if begun:
             state |= begun[-1]
             state["position"] += micro_batch - state["batch"]
-        else:  # written before positions of windows were saved
-            state["position"] -= ready - micro_batch
         state |= {"batch": micro_batch, "is_over": False}
 
     @staticmethod
@@ -215,10 +213,12 @@ class StreamLoader:
         resume, self._resume = self._resume, None
         now = batch_geometry(self.plan, self._accumulate())
         if resume is not None:
-            state = self._rescaled({**start_of_pass(0), **resume}, resume.get("deal"), now)
+            state = self._rescaled(resume, resume["deal"], now)
+            # As it was saved: this run may have other micro-batches and another limit. Its trainer begins a new epoch.
+            has_ended = resume["batch"] == resume["batches"]
         else:
-            state = self._rescaled(self._state, self._geometry, now)
-        self._batch = state["batch"] if resume is not None and state["batch"] != self._epoch_batches else 0
+            state, has_ended = self._rescaled(self._state, self._geometry, now), True
+        self._batch = 0 if has_ended else state["batch"]
         if self._repeats and self._batch == 0:
             state = start_of_pass(0)
         self._geometry, self._is_over = now, False

@@ -171,7 +171,7 @@ def read_arrays(folder: Path) -> TokenArrays:
     return TokenArrays(**{name: np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
     """View of selected samples of one or several sources."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from lit_callbacks.distributed.host_copy import queued_copy
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,25 +41,26 @@ class ContextParallel:
         index_here = torch.full((tokens,), -1)
         index_here[indices] = torch.arange(len(indices))
         device = batch["input_ids"].device
-        indices, at = indices.to(device), index_here.to(device)[batch["predict_at"]]
+        indices, at = queued_copy(indices, device), queued_copy(index_here, device)[batch["predict_at"]]
         is_here = at >= 0
+        here = is_here.nonzero()[:, 0]  # once: on CUDA the host waits for it, as for each mask
         local: PackedBatch = {
             **batch,
             "input_ids": batch["input_ids"][:, indices],
             "position_ids": batch["position_ids"][:, indices],
-            "predict_at": at[is_here],
-            "targets": batch["targets"][is_here],
+            "predict_at": at[here],
+            "targets": batch["targets"][here],
             "is_local": is_here,
             "token_group": self.mesh.get_group(),
         }
-        return with_factors(local, batch, is_here)
+        return with_factors(local, batch, here)
 
     def full_loss(self, result: TokenLoss, batch: PackedBatch) -> TokenLoss:
         """Loss of the full packed batch, from that of this rank's tokens (``local_tokens``); a collective."""
         is_local = batch["is_local"]
         summed = result.per_token.new_zeros(2 + len(is_local))  # fp32, whatever precision makes the default
         summed[0], summed[1] = result.correct, result.loss_sum.detach()
-        summed[2:][is_local] = result.per_token
+        summed[2:].masked_scatter_(is_local, result.per_token)
         dist.all_reduce(summed, group=self.mesh.get_group())
         # The loss of pairs is that of all tokens already: it is no sum over tokens.
         total = result.loss_sum.detach() if "pairs" in batch else summed[1]

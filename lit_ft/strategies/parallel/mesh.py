@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.internals.transformers_internals import is_quantized
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,7 +21,6 @@ from lit_ft.model.activations.checkpointing import Checkpointing
 from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_of, pick_attention
-from lit_ft.model.quantization import is_quantized
 from lit_ft.protocols import SplitsForward
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan
 from lit_ft.training.spec import TrainingSpec, spec_of
@@ -227,7 +227,7 @@ class ParallelDims:
         stages = self.layers_of_stages(sizes, base)
         for number, of_stage in enumerate(stages):
             edges = [base.get_input_embeddings()] * (number == 0) + [head] * (number == len(stages) - 1)
-            if not any(_trains(part) for part in (*(parts[index] for index in of_stage), *edges)):
+            if not any(trains(part) for part in (*(parts[index] for index in of_stage), *edges)):
                 raise RecipeError(
                     f"pipeline_parallel_size={sizes.pipeline}: nothing trains in stage {number} (layers "
                     f"{of_stage.start} to {of_stage.stop - 1}); train something in each, choose layers_per_stage so "
@@ -374,5 +374,6 @@ def base_of(module: nn.Module) -> PreTrainedModel:
     )
 
 
-def _trains(module: nn.Module) -> bool:
+def trains(module: nn.Module) -> bool:
+    """Whether a weight of a module trains."""
     return any(p.requires_grad for p in module.parameters())

@@ -291,7 +291,7 @@ class Pipeline:
         scaled: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.stages, self.mesh = stages, mesh
-        self._scaled, self._loss_factor = scaled, torch.ones((), device=boundary.device)
+        self._scaled, self._loss_factor = scaled or (lambda tensor: tensor), torch.ones((), device=boundary.device)
         self.micro_batches, self.multiple = micro_batches, multiple
         self.sequence_shards, self.local_tokens = sequence_shards, local_tokens
         self.width, self.device = boundary.shape[-1], boundary.device
@@ -343,11 +343,9 @@ class Pipeline:
             stage.packed_batches = parts if self.local_tokens is None else [self.local_tokens(part) for part in parts]
             torch_stage.shapes = shapes
             stage.results.clear()
-        if self._scaled is not None:
-            # As large as without a pipeline, so that gradients within the schedule neither vanish in fp16 nor overflow
-            # at every scale; `_put_in_place` divides by it.
-            one = torch.ones((), device=self.device)
-            self._loss_factor = self._scaled(one) / max(len(batch["targets"]), 1)
+        # FSDP adds up the gradients of an optimizer step's micro-batches in itself, so those of the schedule have what
+        # differs between them; and the scale, or they would vanish in fp16. `_put_in_place` divides by both.
+        self._loss_factor = self._scaled(torch.ones((), device=self.device)) * batch.get("loss_weight", 1.0)
         wants_gradients = torch.is_grad_enabled()
         with _set_aside(self.parameters) as gradients:
             self._run(self.schedule.step if wants_gradients else self.schedule.eval)

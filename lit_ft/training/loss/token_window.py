@@ -1,5 +1,7 @@
 """Supervised tokens of an optimizer step, by whose number the loss of each of its micro-batches is weighted."""
 
+from math import inf
+
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -34,7 +36,8 @@ class TokenWindow:
         """Count the step's tokens at its first micro-batch; a collective."""
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate == 0 or self.tokens is None or "window_tokens" not in batch:
-            self.tokens = _count(trainer, batch, accumulate)
+            begun = batch_idx - batch_idx % accumulate
+            self.tokens = _count(trainer, batch, min(accumulate, trainer.num_training_batches - begun))
 
     def weight(self, trainer: Trainer) -> float | Tensor:
         """Factor on the summed loss of a micro-batch of the step."""
@@ -50,15 +53,18 @@ class TokenWindow:
         return loss if self.tokens else torch.zeros_like(loss)
 
 
-def _count(trainer: Trainer, batch: PackedBatch, accumulate: int) -> int | Tensor:
+def _count(trainer: Trainer, batch: PackedBatch, micro_batches: int | float) -> int | Tensor:
+    """Tokens of a window, over all ranks; ``micro_batches`` is its length, up to that where the loader has none."""
     tokens = batch.get("window_tokens")
     if tokens is None:
-        if accumulate > 1:
+        if micro_batches > 1:
+            last = "" if trainer.num_training_batches < inf else ", and a shorter last step of an epoch counts less"
             rank_zero_warn(
-                f"accumulate_grad_batches={accumulate}, but the batches carry no 'window_tokens': the loss is the "
-                "mean of micro-batch means, not over the tokens of the step. lit_ft.TextDataModule counts them"
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but the batches carry no 'window_tokens': "
+                "gradients are those of the mean of micro-batch means, while train/loss is the mean over the tokens of "
+                f"the step{last}. lit_ft.TextDataModule counts them"
             )
-        tokens = terms_of_mean(batch) * accumulate
+        tokens = terms_of_mean(batch) * int(micro_batches)
         if not tokens:
             rank_zero_warn(
                 "a batch of this loader has no supervised token, and trains nothing: its labels are all -100, or only "

@@ -52,12 +52,13 @@ class TrainingStepsModule(GivenWeightsModule, GuardedStepsModule):
             loss = torch.zeros((), device=self.device, requires_grad=True)
         else:
             process.seed_micro_batch(self.trainer, batch_idx)
-            result = self(packed)
+            weight = self._window.weight(self.trainer)
+            result = self(PackedBatch(**packed, loss_weight=weight))
             self.train_metrics.add(result, packed)
             if self.record_losses is not None and "sample_ids" in packed and process.leads_replica(self.trainer):
                 self._record(self.record_losses, result, packed)
             loss_sum = result.loss_sum + self._packed.take_router_loss(terms_in_batch(packed), self.train_metrics)
-            loss = loss_sum * self._window.weight(self.trainer)
+            loss = loss_sum * weight
         if batch_idx % accumulate == 0 and (term := method_hooks.regularization(self.model)) is not None:
             loss = loss + accumulate * term  # once in an optimizer step, over whose micro-batches Lightning averages
             self.log("train/regularization", term)

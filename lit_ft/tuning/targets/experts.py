@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lit_callbacks.distributed.gather import full_numel, full_shape
+from lit_callbacks.internals.transformers_internals import is_quantized
 from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import renamed_targets
 from lit_ft.model.architecture import Architecture
-from lit_ft.model.quantization import is_quantized, linear_modules
+from lit_ft.model.quantization import linear_modules
 from lit_ft.tuning.lora.expert_lora import wrapped_parameters
 from lit_ft.tuning.targets.all_linear import grouped_layers
 
