@@ -237,20 +237,25 @@ def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, ver
     _check_base(base, layout)
     with _folder_beside(out) as folder:
         export(run=str(run.root), out=f"{folder}/adapter")  # first: it says what is wrong with the run
-        to_megatron(base.pretrained, out, layout, naming, verify)
-        (folder / "adapter").rename(out / "adapter")
+        to_megatron(base.pretrained, out, layout, naming, verify, adapter=folder / "adapter")
 
 
 def _convert_run(
     run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None, with_state: bool
 ) -> None:
     """Convert a run's model, its adapter merged, and the state of its optimizer where that can be."""
-    _check_base(module_of(run).spec.base, layout)
+    base = module_of(run).spec.base
+    if base.is_quantized:
+        raise RecipeError(
+            f"{run.root}: the base is quantized, and Megatron's checkpoints are not; merge by `export --run {run.root} "
+            "--merge --quantized-base dequantize --out FOLDER`, and convert FOLDER"
+        )
+    _check_base(base, layout)
     with _folder_beside(out) as folder:
         model = f"{folder}/model"
         export(run=str(run.root), out=model, merge=True)
         state = _state(run, model, naming) if with_state else None
-        to_megatron(model, out, layout, naming, verify, state)
+        to_megatron(model, out, layout, naming, verify, state, is_kept=False)
 
 
 def _check_base(base: ModelSpec, layout: Layout) -> None:
