@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.export.atomic_folder import recover
+from lit_callbacks.export.atomic_folder import errors_of_the_disk, recover
 from lit_callbacks.output.quantities import as_count
 
 from lit_ft.checkpointing.storage.checkpoint_io import mapped
@@ -51,7 +51,9 @@ def run(arguments: list[str]) -> None:
     elif what == "data":
         parser = _parser("data", convert_data.__doc__)
         parser.add_function_arguments(convert_data, as_group=False)
-        convert_data(**parser.parse_args(arguments[2:]).as_dict())
+        options = parser.parse_args(arguments[2:]).as_dict()
+        with errors_of_the_disk(Path(options["out"])):
+            convert_data(**options)
     elif what == "model":
         parser = _parser("model", convert_model.__doc__)
         parser.add_argument("path", help="model, run or checkpoint to convert")
@@ -62,7 +64,8 @@ def run(arguments: list[str]) -> None:
         options = parser.parse_args(arguments[2:]).as_dict()
         return_freed_memory()
         layout = Layout(**{name: options.pop(name) for name in sizes})
-        convert_model(source=options.pop("from"), layout=layout, **options)
+        with errors_of_the_disk(Path(options["out"])):
+            convert_model(source=options.pop("from"), layout=layout, **options)
     else:
         raise RecipeError(f"convert {what!r} is not known; {_HELP}" if what else _HELP)
 

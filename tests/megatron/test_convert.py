@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_line_and_the_conversion_continues(capsys: Any, model
         said = to_megatron(capsys, model_folder, tmp_path / "ckpt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert_line(said, "could not be written: File too large; make room, or write elsewhere")
+    assert_line(said, f"{str(tmp_path / 'ckpt')!r} could not be written: File too large; make room, or write elsewhere")
     assert not (tmp_path / "ckpt").exists()
     to_megatron(capsys, model_folder, tmp_path / "ckpt", "--verify", "reduced", code=0)
 
