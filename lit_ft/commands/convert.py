@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.export.atomic_folder import recover
+from lit_callbacks.export.atomic_folder import errors_of_the_disk, recover
 from lit_callbacks.output.quantities import as_count
 
 from lit_ft.checkpointing.storage.checkpoint_io import mapped
@@ -51,7 +51,9 @@ def run(arguments: list[str]) -> None:
     elif what == "data":
         parser = _parser("data", convert_data.__doc__)
         parser.add_function_arguments(convert_data, as_group=False)
-        convert_data(**parser.parse_args(arguments[2:]).as_dict())
+        options = parser.parse_args(arguments[2:]).as_dict()
+        with errors_of_the_disk(Path(options["out"])):
+            convert_data(**options)
     elif what == "model":
         parser = _parser("model", convert_model.__doc__)
         parser.add_argument("path", help="model, run or checkpoint to convert")
@@ -62,7 +64,8 @@ def run(arguments: list[str]) -> None:
         options = parser.parse_args(arguments[2:]).as_dict()
         return_freed_memory()
         layout = Layout(**{name: options.pop(name) for name in sizes})
-        convert_model(source=options.pop("from"), layout=layout, **options)
+        with errors_of_the_disk(Path(options["out"])):
+            convert_model(source=options.pop("from"), layout=layout, **options)
     else:
         raise RecipeError(f"convert {what!r} is not known; {_HELP}" if what else _HELP)
 
@@ -237,20 +240,25 @@ def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, ver
     _check_base(base, layout)
     with _folder_beside(out) as folder:
         export(run=str(run.root), out=f"{folder}/adapter")  # first: it says what is wrong with the run
-        to_megatron(base.pretrained, out, layout, naming, verify)
-        (folder / "adapter").rename(out / "adapter")
+        to_megatron(base.pretrained, out, layout, naming, verify, adapter=folder / "adapter")
 
 
 def _convert_run(
     run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None, with_state: bool
 ) -> None:
     """Convert a run's model, its adapter merged, and the state of its optimizer where that can be."""
-    _check_base(module_of(run).spec.base, layout)
+    base = module_of(run).spec.base
+    if base.is_quantized:
+        raise RecipeError(
+            f"{run.root}: the base is quantized, and Megatron's checkpoints are not; merge by `export --run {run.root} "
+            "--merge --quantized-base dequantize --out FOLDER`, and convert FOLDER"
+        )
+    _check_base(base, layout)
     with _folder_beside(out) as folder:
         model = f"{folder}/model"
         export(run=str(run.root), out=model, merge=True)
         state = _state(run, model, naming) if with_state else None
-        to_megatron(model, out, layout, naming, verify, state)
+        to_megatron(model, out, layout, naming, verify, state, is_kept=False)
 
 
 def _check_base(base: ModelSpec, layout: Layout) -> None:

@@ -40,6 +40,7 @@ from lit_ft.run.repeated_lines import without_repetitions
 from lit_ft.training.answer_scores.exact_match import ExactMatch, prompts_of
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.optimizers.configure import check_total_steps, try_out
+from lit_ft.training.optimizers.initial_state import InitialAdamState
 from lit_ft.training.steps.lightning_callbacks import check_accumulation, check_average, check_lightning_callbacks
 from lit_ft.training.steps.lightning_strategies import check_lightning_strategy
 from lit_ft.tuning import wrapping
@@ -135,6 +136,9 @@ class FirstChecks:
             built = try_out(self.optimizer, skeleton, takes_step=self.trainer.strategy.root_device.type == "cpu")
         check_readable(built.state_dict(), f"optimizer={type(built).__module__}.{type(built).__name__}")
         check_average(self.callbacks, [built])
+        for callback in self.callbacks:
+            if isinstance(callback, InitialAdamState) and self._checkpoint is None:  # a resumed run keeps its state
+                callback.check(built, skeleton)
         strategy = self._strategy
         if isinstance(strategy, ChecksOptimizer):
             strategy.check_optimizer(built)

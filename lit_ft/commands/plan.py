@@ -215,12 +215,20 @@ class PlanCLI(RecipeCLI):
             print("does it fit? give the memory of a device: --memory_gib N")
             return
         most = max(of_rank.total for of_rank in memory) / GIB
+        # A quantized weight takes less than is counted; all else is as it is.
+        least = max(of_rank.total - of_rank.weights - of_rank.gathered for of_rank in memory) / GIB
         sizes = f"{_in_gib(most)} of {_in_gib(self.memory_gib)}"
         if math.isnan(most):
             print("does it fit? unknown, as the size of the optimizer's state is")
         elif most <= self.memory_gib:
             left = self.memory_gib - most
             print(f"fits: {sizes}; {_in_gib(left)} are left for activations, logits and buffers")
+        elif self.model.spec.base.is_quantized and least > self.memory_gib:
+            print(
+                f"does not fit: {_in_gib(least)} of {_in_gib(self.memory_gib)} without any weights, before "
+                "activations, logits and buffers"
+            )
+            raise SystemExit(1)
         elif self.model.spec.base.is_quantized:
             print(f"may fit: {sizes}, with the quantized weights counted as if they were not")
         else:

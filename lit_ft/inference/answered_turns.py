@@ -123,6 +123,7 @@ def _conversations(
 
 def _turns(chat: Chat, location: str, tokenization: Tokenization) -> list[AnsweredTurn]:
     template, closing = tokenization.template_of(chat), tokenization.tokenizer.eos_token or ""
+    tokenization.drop_unused_keys(chat)  # which a server would refuse
     chat = with_tools(chat, template, [])
     samples = chat_samples(chat, template, tokenization.supervise, closing, [])
     check_encodable(samples)

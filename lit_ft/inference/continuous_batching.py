@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.text_stream import stream_tokens
 from lit_ft.inference.token_choice import TokenChoice, TokenLogprob, logprobs_of
-from lit_ft.internals.transformers import attention_implementation, takes_any_attention
+from lit_ft.internals.transformers import attention_implementation, one_forward_at_a_time, takes_any_attention
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.generation import pad_id
 
@@ -185,6 +185,7 @@ class BatchedEngine:
         processors = self._manager.logit_processor
         processors.logits_processor = LogitsProcessorList([_ChosenByRequest(self._running)])
         processors.tensors_required, processors.do_processing = 1, True
+        one_forward_at_a_time(opened.base)  # `score` runs on another thread
         self._manager.start()
 
     def submit(self, generation: Generation) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from peft import LoraConfig, PeftModel
@@ -18,18 +18,30 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) -> str:
-    """Command that serves the same models, or the exports that it needs first.
+    """Commands that serve the same models, with the exports that they need first.
 
     Args:
         opened: models by name, the shared base among them.
         paths: path of each model but the base, as it was given to ``serve``.
     """
     adapted = {name: model.model for name, model in opened.items() if isinstance(model.model, PeftModel)}
-    if not adapted:
-        whole = [path for path in paths.values() if RunFolder(Path(path)).config.is_file()]
-        before = "".join(f"python -m lit_ft export --run {shlex.quote(path)} --merge ; " for path in whole)
-        served = [f"{path.rstrip('/')}/merged" if path in whole else path for path in paths.values()]
-        return before + " ; ".join(f"vllm serve {shlex.quote(folder)}" for folder in served)
+    whole = [path for name, path in paths.items() if name not in adapted]
+    commands = [_of_adapters(opened, paths, adapted)] if adapted else []
+    return " ; ".join([*commands, *_of_whole_models(whole)])
+
+
+def _of_whole_models(paths: Sequence[str]) -> list[str]:
+    """Commands for models that are no adapters, each in a server of its own."""
+    runs = [path for path in paths if RunFolder(Path(path)).config.is_file()]
+    served = [f"{path.rstrip('/')}/merged" if path in runs else path for path in paths]
+    return [
+        *(f"python -m lit_ft export --run {shlex.quote(path)} --merge" for path in runs),
+        *(f"vllm serve {shlex.quote(folder)}" for folder in served),
+    ]
+
+
+def _of_adapters(opened: Mapping[str, OpenedModel], paths: Mapping[str, str], adapted: Mapping[str, PeftModel]) -> str:
+    """Command that serves all adapters over their base, or what to do where vLLM does not."""
     folders = {name: adapter_folder(Path(paths[name])) for name in adapted}
     for name, model in adapted.items():
         if reason := _unsupported(model):

@@ -1,5 +1,6 @@
-"""Private API of lm-evaluation-harness 0.4.13, and replacements where it has no option: templates, progress bars."""
+"""Private API of lm-evaluation-harness 0.4.13, and replacements where it has no option: templates, bars, git."""
 
+import subprocess
 from pathlib import Path
 
 from datasets import disable_progress_bars
@@ -22,6 +23,21 @@ def sandbox_templates() -> None:
     sandbox = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters.update(utils.env.filters)
     utils.env = sandbox
+
+
+def look_for_commit_in_silence() -> None:
+    """Let the harness, which records git's commit, print no error of git where there is no repository."""
+    import lm_eval.evaluator
+
+    lm_eval.evaluator.get_git_commit_hash = _commit
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        return None
+    return found.stdout.strip()
 
 
 def show_no_progress() -> None:

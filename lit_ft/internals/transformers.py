@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -191,6 +192,22 @@ def reads_boundaries(module: nn.Module) -> bool:
 def takes_any_attention(model: PreTrainedModel) -> bool:
     """Whether all layers attend through transformers' attention functions and carry no other state between tokens."""
     return bool(model._supports_attention_backend) and not model._is_stateful
+
+
+def one_forward_at_a_time(model: PreTrainedModel) -> None:
+    """Let threads that call a model take turns.
+
+    ``merge_with_config_defaults`` keeps the ``is_causal`` of a call in the model's config until the call ends. Of two
+    calls at once, each would mask as the other one is to, and the value of one would stay.
+    """
+    turn = threading.Lock()
+
+    def begin(*_: object) -> None:
+        turn.acquire()
+
+    # Of the decoder, whose forward is decorated: PEFT calls `forward` of the model around it, without hooks.
+    model.base_model.register_forward_pre_hook(begin)
+    model.base_model.register_forward_hook(lambda *_: turn.release(), always_call=True)
 
 
 def declare_decoder(model: PreTrainedModel) -> None:

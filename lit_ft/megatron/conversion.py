@@ -92,6 +92,8 @@ def to_megatron(
     naming: Naming,
     check: Check | None,
     state: AdamState | None = None,
+    adapter: Path | None = None,
+    is_kept: bool = True,
 ) -> None:
     """Write a Hugging Face model as a Megatron checkpoint.
 
@@ -102,6 +104,8 @@ def to_megatron(
         naming: format and layer specification.
         check: how logits are compared; None takes the strictest that this machine can run.
         state: state of the model's optimizer, for the format ``torch_dist``; None for a checkpoint without one.
+        adapter: folder on the same disk that becomes ``adapter`` in the checkpoint's; None adds none.
+        is_kept: whether the next call continues an interrupted one: the model is there then, and unchanged.
 
     Raises:
         RecipeError: the model or the layout cannot be converted, or the result is not that of the source.
@@ -113,8 +117,7 @@ def to_megatron(
     as_megatron = AsMegatron(weights, shape, layout)
     dtype = as_megatron.dtype(shape.all_keys()[0])
     arguments = saved_arguments(shape, layout, naming, dtype, state.step if state else 0)
-    files = {name: (weights.folder / name).stat().st_mtime_ns for name in _names_of(weights.folder, ("*.safetensors",))}
-    command = {"source": str(weights.folder.absolute()), "files": files, "arguments": vars(arguments)}
+    command = _record(weights.folder, arguments) if is_kept else None
     with OutputFolder(out, command) as folder:
         if naming.format == "torch":
             _write_ranks(folder, layout, naming, arguments, as_megatron)
@@ -125,14 +128,34 @@ def to_megatron(
         has_tokenizer = (folder.temporary / "tokenizer_config.json").is_file()
         tokenizer = str((out if has_tokenizer else weights.folder).absolute())
         folder.text(ARGUMENTS, command_line(shape, layout, naming, dtype, tokenizer, state is not None))
-        written, files_folder = open_checkpoint(folder.temporary), checkpoint_folder(folder.temporary)
-        check_back(weights, AsHuggingFace(written, shape, str(folder.temporary), pretrained))
-        for name, tensors in state.tensors.items() if state else ():
-            of_state = torch_dist.TorchDistSource(files_folder, prefix_of(name))
-            check_back(tensors, AsHuggingFace(of_state, shape, str(folder.temporary), pretrained))
-        report = check_logits(weights, written, files_folder, shape, check)
+        report = _verified(folder.temporary, weights, shape, pretrained, state, check)
+        if adapter is not None:
+            shutil.rmtree(folder.temporary / "adapter", ignore_errors=True)  # of an interrupted call
+            adapter.rename(folder.temporary / "adapter")
     rank_zero_info(f"{out}: {shape.model_type}, {naming.format}, every bit comes back from it; {report}")
     rank_zero_info(f"Megatron loads it with: pretrain_gpt.py --load {out} $(cat {out / ARGUMENTS})")
+
+
+def _record(source: Path, arguments: Namespace) -> dict[str, object]:
+    files = {name: (source / name).stat().st_mtime_ns for name in _names_of(source, ("*.safetensors",))}
+    return {"source": str(source.absolute()), "files": files, "arguments": vars(arguments)}
+
+
+def _verified(
+    folder: Path,
+    weights: HuggingFaceWeights,
+    shape: ModelShape,
+    pretrained: str,
+    state: AdamState | None,
+    check: Check | None,
+) -> str:
+    """Compare a written checkpoint with its source; says how logits were compared."""
+    written, files_folder = open_checkpoint(folder), checkpoint_folder(folder)
+    check_back(weights, AsHuggingFace(written, shape, str(folder), pretrained))
+    for name, tensors in state.tensors.items() if state else ():
+        of_state = torch_dist.TorchDistSource(files_folder, prefix_of(name))
+        check_back(tensors, AsHuggingFace(of_state, shape, str(folder), pretrained))
+    return check_logits(weights, written, files_folder, shape, check)
 
 
 def _write_ranks(

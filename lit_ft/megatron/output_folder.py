@@ -36,12 +36,13 @@ def check_free(path: Path) -> None:
 class OutputFolder:
     """Folder that is being written: a context, at whose end it is complete under its name."""
 
-    def __init__(self, path: Path, command: Mapping[str, object]) -> None:
+    def __init__(self, path: Path, command: Mapping[str, object] | None) -> None:
         """Open the folder, with the complete steps of an earlier process that ran the same command.
 
         Args:
             path: final path.
-            command: what determines the content, as JSON.
+            command: what determines the content, as JSON; None if no later process can continue, so that an
+                interruption keeps nothing.
 
         Raises:
             RecipeError: the path exists, or another process writes it.
@@ -55,9 +56,10 @@ class OutputFolder:
             self._locked = _lock(self._lock)
         except BlockingIOError as error:
             raise RecipeError(f"out={str(path)!r} is being written by another process; name another folder") from error
+        self._is_kept = command is not None
         text = json.dumps(command, indent=1, sort_keys=True, default=str)
         record = self.temporary / _COMMAND
-        if record.is_file() and record.read_text(encoding="utf-8") == text:
+        if self._is_kept and record.is_file() and record.read_text(encoding="utf-8") == text:
             rank_zero_info(f"{self.temporary} is continued")
         else:
             shutil.rmtree(self.temporary, ignore_errors=True)
@@ -97,7 +99,7 @@ class OutputFolder:
         try:
             if kind is None:
                 self._finish()
-            elif issubclass(kind, RecipeError):
+            elif not self._is_kept or issubclass(kind, RecipeError):
                 shutil.rmtree(self.temporary)
         finally:
             self._lock.unlink(missing_ok=True)  # while it is locked: another process may lock the next file

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, check_installed, first_line
 from lit_ft.internals.hub import use_the_cache_without_a_network
-from lit_ft.internals.lm_eval import sandbox_templates, show_no_progress, task_options
+from lit_ft.internals.lm_eval import look_for_commit_in_silence, sandbox_templates, show_no_progress, task_options
 from lit_ft.scoring.task_files import check_task_file
 
 if TYPE_CHECKING:  # of the extra `evaluate`
@@ -43,6 +43,7 @@ def load_tasks(names: Sequence[str], manager: "TaskManager | None" = None) -> "l
     from lm_eval.tasks import TaskManager
 
     sandbox_templates()
+    look_for_commit_in_silence()
     if not sys.stderr.isatty():
         show_no_progress()
     for name in ("lm_eval.models.huggingface", "lm_eval.evaluator"):

@@ -372,6 +372,21 @@ def test_does_it_fit(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit: 0.00099 GiB of 0.0005 GiB, before activations" in capsys.readouterr().out
 
 
+def test_whether_a_quantized_base_fits_is_open_until_the_rest_does_not(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ["--config", recipe, "--trainer.strategy", "auto", "--devices", "1", "--num_nodes", "1"]
+    one += ["--config", "recipes/tuning/qlora_nf4.yaml"]
+    assert plan(*one) == 0
+    *parts, total = memory_line(capsys.readouterr().out)
+    rest = total - parts[0] - parts[1]
+    assert rest > 0
+    assert plan(*one, "--memory_gib", str((rest + 0.1) / 1024)) == 0
+    assert "may fit: " in capsys.readouterr().out
+    assert plan(*one, "--memory_gib", str((rest - 0.1) / 1024)) == 1
+    assert "GiB without any weights, before activations" in capsys.readouterr().out
+
+
 def test_plan_of_answers(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     one = ["--config", recipe, "--trainer.strategy", "auto", "--devices", "1", "--num_nodes", "1"]
     policy = ["--model", "lit_ft.PolicyLM", "--model.rewards", "[lit_ft.ExactAnswer]", "--model.max_new_tokens", "36"]

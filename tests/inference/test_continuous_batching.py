@@ -18,7 +18,7 @@ from lit_ft.inference.continuous_batching import (
 )
 from lit_ft.inference.opening import OpenedModel, open_model
 from lit_ft.inference.text_stream import Decoding, stream_answer
-from lit_ft.inference.token_choice import TokenChoice
+from lit_ft.inference.token_choice import TokenChoice, TokenLogprob
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +67,29 @@ def test_scores_are_those_of_the_model(opened: OpenedModel) -> None:
     assert [one.id for one in found] == ids[1:]
     assert [one.logprob for one in found] == pytest.approx([float(logprobs[i, t]) for i, t in enumerate(ids[1:])])
     assert [one.top[0][0] for one in found] == logprobs[:-1].argmax(-1).tolist()
+
+
+def test_scores_beside_answers_are_those_without(model_folder: str) -> None:
+    engine = start_engine(open_model(model_folder), cache_tokens=512, max_requests=4)
+    assert isinstance(engine, BatchedEngine)
+    ids = [5, 6, 7, 8] * 6
+
+    async def scores_beside_answers() -> list[list[TokenLogprob]]:
+        asked = asyncio.ensure_future(answers(engine, [([5, 6, 7], 60), ([7, 5], 60)]))
+        found = []
+        while not asked.done():
+            found.append(await asyncio.to_thread(score, engine.opened, ids, 1))
+        return found
+
+    try:
+        alone = score(engine.opened, ids, 1)
+        beside = asyncio.run(scores_beside_answers())
+    finally:
+        engine.stop()
+    assert len(beside) > 3
+    assert [one for one in beside if one != alone] == []
+    assert not hasattr(engine.opened.base.config, "is_causal")
+    assert score(engine.opened, ids, 1) == alone
 
 
 def test_scores_behind_virtual_tokens(model_folder: str) -> None:

@@ -31,9 +31,9 @@ ROWS = [
     {
         "messages": [
             {"role": "system", "content": "the lamp"},
-            {"role": "user", "content": "green"},
+            {"role": "user", "content": "green", "source": "forum"},
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "content": "blue"},
+            {"role": "tool", "content": "blue", "seconds": 2},
             {"role": "assistant", "content": "the cup"},
         ]
     },

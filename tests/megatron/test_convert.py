@@ -14,6 +14,7 @@ from typing import IO, Any
 import pytest
 import torch
 from command_line import here, recipe, run
+from lit_callbacks.export.manifest import verify_manifest
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -275,7 +276,7 @@ def test_a_full_disk_is_one_line_and_the_conversion_continues(
         said = to_megatron(capsys, model_folder, tmp_path / "ckpt", "--format", format)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert_line(said, "could not be written: File too large; make room, or write elsewhere")
+    assert_line(said, f"{str(tmp_path / 'ckpt')!r} could not be written: File too large; make room, or write elsewhere")
     assert not (tmp_path / "ckpt").exists()
     to_megatron(capsys, model_folder, tmp_path / "ckpt", "--format", format, "--verify", "reduced", code=0)
 
@@ -317,7 +318,14 @@ def test_adapter_of_a_run(
     options = ("--run_dir", str(run_dir), "--trainer.max_steps", "1")
     here(monkeypatch, *recipe(tmp_path, model_folder, write_rows()), *options)
     command = ("convert", "model", "--from", "hf", "--to", "megatron", str(run_dir), "--out", str(tmp_path / "ckpt"))
-    here(monkeypatch, *command, "--adapter", adapter, "--verify", "reduced")
+    options = ("--adapter", adapter, "--verify", "reduced")
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "check_logits", interrupt)
+        here(patch, *command, *options, code=130)
+    # The model that is merged from a run is not there for the next process.
+    assert (tmp_path / ".ckpt.unfinished").exists() == (adapter == "apart")
+    here(monkeypatch, *command, *options)
+    assert not verify_manifest(tmp_path / "ckpt")
     conversion.to_hugging_face(tmp_path / "ckpt", model_folder, tmp_path / "back", "reduced")
     base, back = (load_file(folder / "model.safetensors") for folder in (Path(model_folder), tmp_path / "back"))
     changed = {name for name in base if not torch.equal(base[name], back[name])}
@@ -336,6 +344,20 @@ def test_an_adapter_apart_needs_the_config_of_its_base(
     said = to_megatron(capsys, tmp_path / "run", tmp_path / "ckpt", "--adapter", "apart")
     assert f"the run was trained with model.config_overrides={overrides}" in said
     assert not (tmp_path / "ckpt").exists()
+
+
+def interrupt(*_: object) -> None:
+    """Check of logits that the user interrupts."""
+    raise KeyboardInterrupt
+
+
+def test_a_run_on_a_quantized_base_is_merged_by_export(capsys: Any, model_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(SystemExit):
+        main([*recipe(tmp_path, model_folder, None), "--config", "recipes/tuning/qlora_nf4.yaml", "--print_config"])
+    (tmp_path / "run" / "config.yaml").write_text(capsys.readouterr().out)
+    said = to_megatron(capsys, tmp_path / "run", tmp_path / "ckpt")
+    assert_line(said, f"`export --run {tmp_path / 'run'} --merge --quantized-base dequantize --out FOLDER`")
 
 
 @pytest.mark.slow

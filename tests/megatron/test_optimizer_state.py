@@ -162,13 +162,20 @@ def test_a_run_starts_with_the_moments(
 
 
 @pytest.mark.slow
-def test_moments_that_cannot_be_taken(capsys: Any, model_folder: str, back: Path, tmp_path: Path) -> None:
+def test_moments_that_cannot_be_taken(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, model_folder: str, back: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lit_ft.model.loading.load_base", lambda *_, **__: pytest.fail("weights were loaded"))
+
     def start(folder: object, *options: str) -> str:
         named = ("--trainer.callbacks+", "lit_ft.InitialAdamState", "--trainer.callbacks.folder", str(folder))
         return run(capsys, *full_fine_tuning(tmp_path, model_folder, 1), *named, *options, code=2)
 
     assert "holds no settings.json; name a folder of `convert model --to hf`" in start(model_folder)
     assert "is for torch.optim.AdamW, not SGD" in start(back, "--optimizer", "torch.optim.SGD", "--optimizer.lr", "0.1")
+    adapter = ("--model.peft", "peft.LoraConfig", "--model.peft.target_modules", "[q_proj]")
+    assert "q_proj.lora_A.default.weight is missing in" in (said := start(back, *adapter))
+    assert "train all weights (peft: null)" in said
     shutil.copytree(back, tmp_path / "other")
     moments = tmp_path / "other" / FOLDER / "exp_avg" / "model.safetensors"
     save_file({**load_file(moments), "model.norm.weight": torch.zeros(3)}, moments)

@@ -31,3 +31,21 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeyp
     monkeypatch.setattr(fcntl, "flock", after_the_first)
     with OutputFolder(tmp_path / "out", {}), pytest.raises(RecipeError, match="is being written by another process"):
         OutputFolder(tmp_path / "out", {})
+
+
+@pytest.mark.parametrize(("command", "is_kept"), [({"source": "model"}, True), (None, False)])
+def test_an_interruption_keeps_what_can_be_continued(
+    tmp_path: Path, command: dict[str, object] | None, is_kept: bool
+) -> None:
+    def write(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), OutputFolder(tmp_path / "out", command) as out:
+        out.step("a.txt", write)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"] * is_kept
+    (tmp_path / ".out.unfinished").mkdir(exist_ok=True)
+    for name, text in (("unfinished.json", "null"), ("a.txt", "a")):  # of a process that was killed
+        (tmp_path / ".out.unfinished" / name).write_text(text)
+    with OutputFolder(tmp_path / "out", None):
+        pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]

@@ -5,6 +5,7 @@ names, for a folder ``merged``: ``.merged.<process id>`` (being written), ``.mer
 while it is replaced), ``.merged.removed`` (being removed).
 """
 
+import errno
 import os
 import re
 import shutil
@@ -68,13 +69,14 @@ def write_atomically(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with heartbeat(f"writing {folder}"), errors_of_the_disk(folder):
-            write(temporary)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, temporary)
-        for name, text in (texts or {}).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        write_manifest(temporary)
+        with errors_of_the_disk(folder):
+            with heartbeat(f"writing {folder}"):
+                write(temporary)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, temporary)
+            for name, text in (texts or {}).items():
+                (temporary / name).write_text(text, encoding="utf-8")
+            write_manifest(temporary)
         with _alone_in(folder.parent):
             _replace(temporary, folder)
     finally:
@@ -83,11 +85,18 @@ def write_atomically(
 
 @contextmanager
 def errors_of_the_disk(folder: Path) -> Iterator[None]:
-    """Give the system's errors, which safetensors puts into a text of its own, as those of Python."""
+    """Give the system's errors as those of Python, with the folder's name.
+
+    safetensors puts them into a text of its own; Python names no file where it is open already, as when a disk fills.
+    """
     try:
         yield
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            error.filename = str(folder)
+        raise
     except Exception as error:  # SafetensorError; the package may not be installed
-        if isinstance(error, OSError) or (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 

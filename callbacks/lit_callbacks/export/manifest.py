@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -108,6 +109,8 @@ def list_files(folder: Path) -> list[str]:
 def write_manifest(folder: Path, names: Iterable[str] | None = None, sums: Mapping[str, FileSum] | None = None) -> None:
     """Sync a folder's files to the disk, then write their manifest atomically.
 
+    Files that only their owner may read can be read by all who may read the folder.
+
     Args:
         folder: complete folder that no other process writes to.
         names: relative names of the files to list; None lists all.
@@ -116,10 +119,21 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, sums: Mappi
     known = dict(sums or {})
     unknown = [name for name in (list_files(folder) if names is None else names) if name not in known]
     sums = dict(sorted((known | file_sums(folder, unknown)).items()))
+    _open_to_readers_of(folder)
     sync_folder(folder)
     files = {name: entry._asdict() for name, entry in sums.items()}
     text = json.dumps({"version": VERSION, "files": files}, indent=1)
     write_durably(folder / MANIFEST, text + "\n")
+
+
+def _open_to_readers_of(folder: Path) -> None:
+    """Give a folder's files the modes that its own follows: safetensors writes weights for their owner alone."""
+    shared = folder.stat().st_mode & 0o666
+    for name in list_files(folder):
+        mode = (folder / name).stat().st_mode
+        if mode | shared != mode:
+            with suppress(PermissionError):  # file systems without modes
+                (folder / name).chmod(mode | shared)
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:

@@ -155,6 +155,8 @@ def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/out'"):
             write_atomically(tmp_path / "out", write, None)
+        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/out'"):
+            write_atomically(tmp_path / "out", Path.mkdir, None, {"README.md": "a" * 5000})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []

@@ -2,9 +2,11 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
+import torch
 from lit_callbacks.export.manifest import (
     MANIFEST,
     ManifestError,
@@ -14,6 +16,7 @@ from lit_callbacks.export.manifest import (
     write_manifest,
 )
 from lit_callbacks.output.durable_writes import write_durably
+from safetensors.torch import save_file
 
 
 @pytest.fixture
@@ -50,6 +53,18 @@ def test_each_difference_is_named(folder: Path) -> None:
         "not in the manifest: thesis.txt"
     )
     assert not verify_manifest(folder, only=lambda name: name.endswith(".json"))
+
+
+@pytest.mark.parametrize(("of_folder", "of_files"), [(0o755, 0o644), (0o775, 0o664), (0o700, 0o600)])
+def test_files_are_as_readable_as_their_folder(tmp_path: Path, of_folder: int, of_files: int) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter").chmod(of_folder)
+    save_file({"a": torch.ones(1)}, tmp_path / "adapter" / "adapter_model.safetensors")  # which it gives 0600
+
+    write_manifest(tmp_path / "adapter")
+
+    assert stat.S_IMODE((tmp_path / "adapter" / "adapter_model.safetensors").stat().st_mode) == of_files
+    assert stat.S_IMODE((tmp_path / "adapter").stat().st_mode) == of_folder
 
 
 def test_an_added_file_does_no_damage(folder: Path) -> None:

@@ -482,7 +482,8 @@ _MARKS = ("train", "weight", "loss", "loss_scale", "training")
 """Marks of a turn: of this format, OpenAI's, ms-swift's two, Axolotl's as its documentation names it."""
 _MARK_OF_PARTS = "train_detail"
 """Axolotl's list of parts of a turn, each with whether it is trained on."""
-_KEYS = frozenset(("role", "content", "tool_calls", *_MARKS, *THINKING_KEYS))
+READ_KEYS = frozenset(("role", "content", "tool_calls", *_MARKS, *THINKING_KEYS))
+"""Keys of a turn that are read; only a template may use others."""
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of what an answer may be about besides text."""
 
@@ -505,8 +506,8 @@ def _chat(raw: Sequence[object], row: RawRow, column: str, may_be_empty: bool = 
         message = _message(turn, where, may_be_empty)
         if number == 1 and chat.messages and message["role"] in ("system", "developer"):
             raise BadRow(f"has a 'system' and a {message['role']} turn in {column!r}; keep one")
-        if message["role"] != "tool":  # a result's name is that of its call
-            chat.other_keys |= {key for key in message.keys() - _KEYS if message[key] not in EMPTY}
+        of_result = {"name", "tool_call_id"} if message["role"] == "tool" else set()  # which its call has
+        chat.other_keys |= {key for key in message.keys() - READ_KEYS - of_result if message[key] not in EMPTY}
         mark = _mark(turn, where)
         if message["role"] == "assistant":
             learns, mark = number > of_prompt, False if number <= of_prompt else mark

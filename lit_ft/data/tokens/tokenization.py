@@ -298,7 +298,7 @@ class Tokenization:
             noted: list[str] = []  # dropped if the row is refused
             try:
                 if isinstance(example, Chat):
-                    noted += [_KEY + key for key in self._drop_unused(example)]
+                    noted += [_KEY + key for key in self.drop_unused_keys(example)]
                     own = chat_samples(example, self.template_of(example), self.supervise, closing, noted)
                     if not all(map(self.template.uses, example.options)):
                         noted.append("options left out")
@@ -330,7 +330,7 @@ class Tokenization:
             owners += [i] * len(own)
         return samples, owners
 
-    def _drop_unused(self, chat: Chat) -> list[str]:
+    def drop_unused_keys(self, chat: Chat) -> list[str]:
         """Take the keys that the template does not use out of a conversation's turns, and return them.
 
         Turns without them render at once, several times as fast as by ``apply_chat_template``.

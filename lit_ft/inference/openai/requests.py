@@ -3,11 +3,12 @@
 import asyncio
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text import formats
@@ -58,6 +59,8 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
 }
 """Fields of which one value alone can be had, or whose values change nothing."""
+_SENT_BACK = frozenset(["name", "tool_call_id", "refusal", "annotations"])
+"""Keys of OpenAI's messages that a template need not use: whose turn it is, and what answers of other servers have."""
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 200
 
@@ -292,10 +295,31 @@ async def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], l
         row["tools"] = tools
     try:
         chat = formats.messages(row, may_be_empty=True)  # clients send back an answer that was empty
+        _check_messages(chat.messages, template)
         prompt, _ = prompt_of(chat, template)
     except (BadRow, RecipeError) as error:
         raise RequestError(str(error)) from error
     return await _encoded(prompt, opened.tokenizer, False), chat.tools
+
+
+def _check_messages(messages: Sequence[Message], template: ChatTemplate) -> None:
+    """Refuse what no prompt would show: keys that nothing reads, and results of calls that are not there."""
+    calls: list[object] = []
+    for number, message in enumerate(messages, 1):
+        for key in message.keys() - formats.READ_KEYS - _SENT_BACK:
+            if message[key] not in formats.EMPTY and not template.uses(key):
+                raise RequestError(
+                    f"messages item {number}: {key!r:.200} is read by neither this server nor the chat template; leave "
+                    "it out",
+                    code="unsupported",
+                )
+        if "tool_calls" in message:
+            calls = [call["id"] for call in message["tool_calls"] if "id" in call]
+        if calls and (answered := message.get("tool_call_id")) is not None and answered not in calls:
+            raise RequestError(
+                f"messages item {number}: tool_call_id={shown(answered)} is none of the calls before it; there are "
+                f"{shown(calls)}"
+            )
 
 
 def _template(options: Json, opened: OpenedModel) -> ChatTemplate:

@@ -1,6 +1,7 @@
 """AdamW's moments of another training, with which a run starts."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
 
 from lit_ft.errors import RecipeError
 from lit_ft.model.files.size_check import shapes_of, weight_files
@@ -38,15 +39,27 @@ class InitialAdamState(Callback):
         """
         self.folder = Path(folder).expanduser() / FOLDER
 
+    def check(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Check that there are moments for what trains, before weights are read.
+
+        Args:
+            optimizer: an optimizer of the recipe's class.
+            model: model with the names and shapes of Hugging Face's; it may be on the meta device.
+
+        Raises:
+            RecipeError: there are no moments, the optimizer is another one, or the moments are those of another model.
+        """
+        self._check_settings()
+        _check_optimizer(optimizer)
+        trains = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for moment in MOMENTS:
+            self._files(moment, trains)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that there are moments, and that this strategy can take them."""
         if stage != "fit":
             return
-        if not (self.folder / SETTINGS).is_file():
-            raise RecipeError(
-                f"InitialAdamState: {self.folder} holds no {SETTINGS}; name a folder of `convert model --to hf` that "
-                "says it has the optimizer's state, or remove the callback"
-            )
+        self._check_settings()
         # Others divide or wrap the optimizer's state.
         if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             raise RecipeError(
@@ -63,24 +76,31 @@ class InitialAdamState(Callback):
         if trainer.global_step:
             return
         optimizer = trainer.optimizers[0]
-        if not isinstance(optimizer, Adam):
-            raise RecipeError(
-                f"InitialAdamState is for torch.optim.AdamW, not {type(optimizer).__name__}; name it as the optimizer, "
-                "or remove the callback"
-            )
+        _check_optimizer(optimizer)
         step = json.loads((self.folder / SETTINGS).read_text(encoding="utf-8"))["step"]
         trains = {name.removeprefix(MODULE): p for name, p in pl_module.named_parameters() if p.requires_grad}
         states: dict[Tensor, dict[str, Any]] = {p: {"step": torch.tensor(float(step))} for p in trains.values()}
         for moment in MOMENTS:
-            self._read(moment, trains, states)
+            for name, file in self._files(moment, trains).items():
+                with safe_open(file, framework="pt") as opened:
+                    states[trains[name]][moment] = opened.get_tensor(name).to(trains[name], copy=True)
         # Not into `optimizer.state` itself: a fused optimizer wants the step count on the device.
         own = [states[p] for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(own))})
         rank_zero_info(f"AdamW starts with the moments of {self.folder}, after {step:,} steps")
 
-    def _read(self, moment: str, trains: dict[str, nn.Parameter], states: dict[Tensor, dict[str, Any]]) -> None:
+    def _check_settings(self) -> None:
+        if not (self.folder / SETTINGS).is_file():
+            raise RecipeError(
+                f"InitialAdamState: {self.folder} holds no {SETTINGS}; name a folder of `convert model --to hf` that "
+                "says it has the optimizer's state, or remove the callback"
+            )
+
+    def _files(self, moment: str, trains: Mapping[str, Tensor]) -> dict[str, Path]:
+        """File that holds a moment of each weight, by the weight's name."""
         files = weight_files(self.folder / moment, str(self.folder))
         places = {name: (file, shape) for file in files for name, shape in shapes_of(file, str(self.folder))}
+        found = {}
         for name, parameter in trains.items():
             file, shape = places.get(name, (None, None))
             if file is None or shape != tuple(parameter.shape):
@@ -89,5 +109,13 @@ class InitialAdamState(Callback):
                     f"InitialAdamState: {moment} of {name} {difference} in {self.folder}, and the weight is "
                     f"{tuple(parameter.shape)}; train all weights (peft: null) of the model that was converted with it"
                 )
-            with safe_open(file, framework="pt") as opened:
-                states[parameter][moment] = opened.get_tensor(name).to(parameter, copy=True)
+            found[name] = file
+        return found
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Adam):
+        raise RecipeError(
+            f"InitialAdamState is for torch.optim.AdamW, not {type(optimizer).__name__}; name it as the optimizer, or "
+            "remove the callback"
+        )

@@ -121,6 +121,10 @@ def test_the_command_for_vllm_has_the_rank_and_refuses_what_vllm_lacks(
         f"--lora-modules run-a={adapter}"
     )
     assert vllm_command({"m": opened["base"]}, {"m": model_folder}) == f"vllm serve {model_folder}"
+    (run := tmp_path / "full").mkdir()
+    (run / "config.yaml").touch()
+    both = vllm_command({**opened, "full": opened["base"]}, {"run-a": adapter, "full": str(run)})
+    assert both == f"{command} ; python -m lit_ft export --run {run} --merge ; vllm serve {run}/merged"
     scaled = shutil.copytree(adapter, tmp_path / "run-a")
     form = BaseForm("float32", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}})
     write_fingerprint(fingerprint(model_folder), scaled, form)

@@ -322,6 +322,10 @@ def test_defaults_that_clients_of_vllm_send_change_nothing(served: Served) -> No
     assert ids.choices[0].prompt_token_ids == tokenizer("red", add_special_tokens=False)["input_ids"]  # type: ignore[attr-defined]
 
 
+CALL = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "look"}}]}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "1"}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -355,6 +359,9 @@ def test_defaults_that_clients_of_vllm_send_change_nothing(served: Served) -> No
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "content"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "a"}]}, openai.BadRequestError, "ends with one of the"),
         ({"messages": [{"role": "user", "content": "x" * 60_000}]}, openai.APIStatusError, "more than 50,000 bytes"),
+        ({"messages": [ASKED[0] | {"prefix": True}]}, openai.BadRequestError, "item 1: .prefix. is read by neither"),
+        ({"messages": [*ASKED, CALL, RESULT | {"tool_call_id": "b"}]}, openai.BadRequestError, "=.b. is none of the c"),
+        ({"messages": [*ASKED, CALL, RESULT | {"x": 1}]}, openai.BadRequestError, "item 3: .x. is read by neither"),
         ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice='required' is not supported"),
         ({"tools": [{"x": 1}]}, openai.BadRequestError, "'tools' item 1 is no function with a name; it needs 'name'"),
         ({"parallel_tool_calls": False}, openai.BadRequestError, "parallel_tool_calls=False is not supported"),
@@ -441,6 +448,10 @@ def test_an_empty_answer_can_be_sent_back(served: Served) -> None:
     answer = served.ask(messages=messages)
     prompt = served.alone["run-a"].template.render(messages, generation=True)  # type: ignore[arg-type]
     assert served.alone["run-a"].tokenizer.decode(answer.prompt_token_ids) == prompt
+    said_nothing = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "parsed", "reasoning_content"))
+    as_sent_back = [{**one, **said_nothing, "annotations": [], "name": "ann"} for one in messages]
+    assert served.ask(messages=as_sent_back).prompt_token_ids == answer.prompt_token_ids
+    assert served.ask(messages=[*ASKED, CALL, RESULT]).prompt_token_ids
 
 
 def test_a_second_signal_ends_the_answers_at_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:

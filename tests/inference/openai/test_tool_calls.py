@@ -132,7 +132,7 @@ def test_the_client_gets_calls_and_gives_their_results(model_folder: str) -> Non
         ]
         again = client.chat.completions.create(  # type: ignore[call-overload]
             tools=TOOLS,
-            **asked | {"messages": [*ASKED, whole.message.model_dump(exclude_none=True), *results], "max_tokens": 2},
+            **asked | {"messages": [*ASKED, whole.message.model_dump(), *results], "max_tokens": 2},
             extra_body={"return_token_ids": True},
         )
         prompt = opened.tokenizer.decode(again.prompt_token_ids)
