@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from lit_callbacks.output.durable_writes import write_durably
+from lit_callbacks.durable_writes import write_durably
 
 from lit_ft.errors import RecipeError
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.durable_writes import sync, write_durably
 from lit_callbacks.export.manifest import list_files, write_manifest
-from lit_callbacks.output.durable_writes import sync, write_durably
 
 from lit_ft.checkpointing.storage.replacement import replace
 from lit_ft.errors import RecipeError

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lit_callbacks.output.durable_writes import write_durably
+from lit_callbacks.durable_writes import write_durably
 from lit_callbacks.output.quantities import as_count
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lit_callbacks.output.durable_writes import write_durably
+from lit_callbacks.durable_writes import write_durably
 from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.tables import ReportTable
 

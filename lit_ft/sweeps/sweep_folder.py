@@ -6,7 +6,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from lit_callbacks.output.durable_writes import write_durably
+from lit_callbacks.durable_writes import write_durably
 
 from lit_ft.errors import RecipeError, explained
 from lit_ft.run.folder import RunFolder

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.output.durable_writes import write_durably
+from lit_callbacks.durable_writes import write_durably
 from lit_callbacks.report.report_data import Points, read_metrics
 
 from lit_ft.recipe.callback_checks import METRIC_VARIABLE

@@ -14,7 +14,7 @@ from lightning.pytorch import loggers as lightning_loggers
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from lit_callbacks.output.durable_writes import write_durably
+from lit_callbacks.durable_writes import write_durably
 from lit_callbacks.output.logged_rows import counts_from_zero
 from lit_callbacks.output.quantities import as_count
 from tensorboard.compat.proto.summary_pb2 import Summary

@@ -15,7 +15,7 @@ from uuid import uuid4
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import CometLogger, Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.output.durable_writes import write_durably
+from lit_callbacks.durable_writes import write_durably
 
 from lit_ft.errors import RecipeError, explained, first_line
 from lit_ft.internals.lightning import starting_logger

@@ -15,9 +15,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lit_callbacks.durable_writes import sync
 from lit_callbacks.export.manifest import MANIFEST, ManifestError, list_files, read_manifest, write_manifest
 from lit_callbacks.export.tokenizer_files import save_tokenizer
-from lit_callbacks.output.durable_writes import sync
 from lit_callbacks.output.heartbeat import heartbeat
 
 try:

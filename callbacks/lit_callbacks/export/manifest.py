@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from lit_callbacks.output.durable_writes import sync, write_durably
+from lit_callbacks.durable_writes import sync, write_durably
 
 MANIFEST = "manifest.json"
 """File name of a manifest."""

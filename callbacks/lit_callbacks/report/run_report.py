@@ -20,9 +20,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from markupsafe import Markup
 
+from lit_callbacks.durable_writes import write_durably
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals.lightning_internals import attributes_of
-from lit_callbacks.output.durable_writes import write_durably
 from lit_callbacks.output.printable import printable
 from lit_callbacks.output.quantities import as_count, as_time
 from lit_callbacks.peak_memory import device_peak, host_peak

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lit_callbacks.durable_writes import write_durably
 from lit_callbacks.export.manifest import (
     MANIFEST,
     ManifestError,
@@ -15,7 +16,6 @@ from lit_callbacks.export.manifest import (
     verify_manifest,
     write_manifest,
 )
-from lit_callbacks.output.durable_writes import write_durably
 from safetensors.torch import save_file
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
-from lit_callbacks.export.manifest import sync, write_durably
+from lit_callbacks.durable_writes import sync, write_durably
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemWriter
