@@ -107,7 +107,7 @@ def test_numbers_do_not_depend_on_the_split(make_trainer: Any, model_folder: str
     one, means, weights = fit(make_trainer, model_folder, judged, how)
     for data in ({"micro_batch_size": 1, "join_micro_batches": False}, {"micro_batch_size": 2, "num_workers": 1}):
         steps, same, found = fit(make_trainer, model_folder, judged, {"model": model, "data": {**UNPAIRED, **data}})
-        assert_same(steps, found, one, weights, 1e-5)
+        assert_same(steps, found, one, weights, 5e-5)  # without AVX-512 the last steps differ by 2.6e-5
         assert same == pytest.approx(means, rel=1e-4, abs=1e-6)
     assert means.keys() == {"val/loss", "val/log_prob_chosen", *(f"val/{name}" for name in MEANS)}
     assert means["val/reward_margin"] == pytest.approx(means["val/reward_chosen"] - means["val/reward_rejected"], 1e-4)
