@@ -48,6 +48,8 @@ class DataSplits(UserDict[str, Samples]):
         self.prepared: dict[str, list[Prepared]] = {}
         """Tokenized sources by split."""
         self._prompts: dict[str, list[dict[str, str]]] = {}
+        self._needs: dict[str, RowNeeds] = {}
+        """What ``read_values`` has read, by split."""
         self._named, self._val_fraction, self._chat_template = named, val_fraction, chat_template
 
     def check_prompts(self) -> None:
@@ -99,6 +101,12 @@ class DataSplits(UserDict[str, Samples]):
                     "reference; give rows of more prompts, or take lit_ft.DPO with pairs"
                 ) from error
 
+    def take_questions(self, takes: bool) -> None:
+        """Set whether rows may lack their answers, and forget what was read."""
+        self.preparation = replace(self.preparation, takes_questions=takes)
+        for read in (self.data, self.prepared, self._prompts, self._needs):
+            read.clear()
+
     def read_values(self, needs: RowNeeds) -> None:
         """Read what rewards need of the rows of all splits that were read; each file is read once more.
 
@@ -106,7 +114,7 @@ class DataSplits(UserDict[str, Samples]):
             RecipeError: no row of a split's sources has a column that they name, or a row is no conversation.
         """
         for split, samples in self.items():
-            if samples.values is not None:
+            if self._needs.get(split) == needs:
                 continue
             values, present = list[dict[int, RowValues]](), set[str]()
             for number, prepared in enumerate(self.prepared[split]):
@@ -124,14 +132,11 @@ class DataSplits(UserDict[str, Samples]):
                     f"model.rewards: {needs.columns[missing[0]]} reads the column {missing[0]!r}, which no row of the "
                     f"data of {split} has; the columns are {', '.join(sorted(present)) or 'none'}"
                 )
-            self[split] = replace(samples, values=values)
+            self[split], self._needs[split] = replace(samples, values=values), needs
 
     @staticmethod
     def _values(row: RawRow, location: str, tokenization: Tokenization, needs: RowNeeds) -> RowValues:
-        values = RowValues(
-            {name: row.get(name) for name in needs.columns},
-            has_answer=not needs.may_lack_answers or tokenization.has_answer(row),
-        )
+        values = RowValues({name: row.get(name) for name in needs.columns}, has_answer=tokenization.has_answer(row))
         if needs.messages is None:
             return values
         example = tokenization.example(row)

@@ -313,9 +313,11 @@ class TextDataModule(LightningDataModule):
             module.check_length("data.max_length", self.requested_length)
 
     def take_questions_of(self, module: LightningModule | None) -> None:
-        """Read rows without an answer too where a module needs none; before data is read."""
+        """Read rows without an answer too where a module needs none; data that was read otherwise is read again."""
         takes = isinstance(module, SamplesAnswers) and module.row_needs.may_lack_answers and not self.streaming
-        self.splits.preparation = replace(self.splits.preparation, takes_questions=takes)
+        if takes != self.splits.preparation.takes_questions:
+            self.splits.take_questions(takes)
+            vars(self).pop("order", None)
 
     def has_known_answers(self, split: str) -> bool:
         """Whether any sample of a split has a known answer; see ``GivesKnownAnswers``."""

@@ -123,6 +123,12 @@ def test_prompts_are_those_of_the_rows_that_stayed(write_rows: Any) -> None:
     assert prompts[0]["prompt"].endswith(f"{prompts[0]['question']}<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_what_ends_with_the_user_asks_for_the_answer_before(write_rows: Any) -> None:
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "red"), ("user", "b"))]
+    data = load(write_rows, [{"messages": turns}] * 2)
+    assert [one["expected"] for one in data.splits.prompts("train")] == ["red", "red"]
+
+
 @pytest.mark.parametrize(("supervise", "wanted"), [("assistant", ["red", "blue"]), ("all", ["green", "blue"])])
 def test_the_last_answer_that_is_supervised_is_asked_and_expected(
     write_rows: Any, supervise: Any, wanted: list[str]

@@ -192,8 +192,8 @@ class Tokenization:
         return example
 
     def has_answer(self, row: RawRow) -> bool:
-        """Whether a row has its answer."""
-        return without_answer(renamed(row, self.columns), self.format) is None
+        """Whether a row has its answer; only where it may lack it, this is in doubt."""
+        return not self.takes_questions or without_answer(renamed(row, self.columns), self.format) is None
 
     def _complete(self, chat: Chat, row: RawRow) -> None:
         """Give a conversation the row's options for the template, and the settings' system prompt if it has none."""
@@ -215,7 +215,7 @@ class Tokenization:
             else:
                 assert not isinstance(row, BadRow), "example raises it"
                 notes.update(_COLUMN + name for name in unread_columns(row, examples[i], self.format, self.columns))
-                notes["without answer"] += self.takes_questions and not self.has_answer(row)
+                notes["without answer"] += not self.has_answer(row)
         noted: dict[int, list[str]] = {}
         encoded = (self._pairs if self.format in OF_PAIRS else self._samples)(examples, bad, noted)
         notes.update(chain.from_iterable(noted.values()))

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from sampled_answers import FewLetters, data_of
 
-from lit_ft import PolicyLM, RecipeError, Source, TextDataModule
+from lit_ft import CausalLM, PolicyLM, RecipeError, Source, TextDataModule
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
 
 
@@ -176,6 +176,22 @@ def test_what_waits_for_known_answers_is_refused(
     with pytest.raises(RecipeError, match=r"monitors val/.* and no row of the validation data has a known answer"):
         make_trainer(enable_checkpointing=True, callbacks=[callback]).fit(module, data_of(path, val_path=path))
     assert module.model is None, "before weights are read"
+
+
+def test_one_data_module_serves_modules_that_read_other_things(
+    make_trainer: Any, model_folder: str, tmp_path: Path
+) -> None:
+    """Nothing trains on the sign that stands for a missing answer."""
+    data, reward = data_of(_file(tmp_path, QUESTIONS["alpaca"] + ROWS), val_path=None), Length()
+    make_trainer(max_epochs=1).fit(_module(model_folder, reward), data)
+    assert {"", "this", "that", "so"} == set(reward.expected)
+    for module in (CausalLM(model_folder), _module(model_folder, FewLetters())):
+        with pytest.raises(RecipeError, match="has no 'output'; each row needs it"):
+            make_trainer(max_epochs=1).fit(module, data)
+    data, reward = data_of(_file(tmp_path), val_path=None), Weighted()
+    make_trainer(max_epochs=1).fit(_module(model_folder, FewLetters()), data)
+    make_trainer(max_epochs=1).fit(_module(model_folder, reward), data)
+    assert len(reward.seen) > len(ROWS)
 
 
 def test_a_reward_that_reads_known_answers_wants_them(make_trainer: Any, model_folder: str, tmp_path: Path) -> None:
