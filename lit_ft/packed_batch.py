@@ -41,7 +41,7 @@ class RowValues(NamedTuple):
     tools: Sequence[Mapping[str, Any]] | None = None
     """JSON schemas of the functions that may be called."""
     has_answer: bool = True
-    """Whether the row has a known answer; otherwise the sample has a sign in its place."""
+    """Whether the row has a known answer; otherwise a question mark stands in its place."""
 
 
 class PackedBatch(TypedDict, total=False):

@@ -143,8 +143,8 @@ class DataSplits(UserDict[str, Samples]):
         chat = through_last_supervised_answer(example, tokenization.supervise) if isinstance(example, Chat) else None
         if chat is None:
             raise RecipeError(
-                f"model.rewards: {needs.messages} reads the turns of conversations, and {location} is none; give data "
-                "with turns, or take another reward"
+                f"model.rewards: {needs.messages} reads the turns of conversations, and {location} is no "
+                "conversation; give data with turns, or take another reward"
             )
         return values._replace(messages=chat.messages[:-1], tools=chat.tools)
 

@@ -192,7 +192,7 @@ class Tokenization:
         return example
 
     def has_answer(self, row: RawRow) -> bool:
-        """Whether a row has its answer; only where it may lack it, this is in doubt."""
+        """Whether a row has its answer; true of all rows unless ``takes_questions``."""
         return not self.takes_questions or without_answer(renamed(row, self.columns), self.format) is None
 
     def _complete(self, chat: Chat, row: RawRow) -> None:

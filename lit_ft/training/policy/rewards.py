@@ -247,15 +247,12 @@ def rewards_of(reward: Reward, answers: Sequence[SampledAnswer]) -> list[float]:
     Raises:
         RecipeError: the reward fails, or gives something else than one finite number for each.
     """
-    if missing := [name for name in reward.columns if any(name not in one.columns for one in answers)]:
+    missing = [f"the column {name!r}" for name in reward.columns if any(name not in one.columns for one in answers)]
+    missing += ["the turns of prompts"] if reward.reads_messages and not all(one.messages for one in answers) else []
+    if missing:
         raise RecipeError(
-            f"model.rewards: {reward.name} reads the column {missing[0]!r}, and the data module gives none with its "
-            "batches; take lit_ft.TextDataModule, or give sample_rows (lit_ft.packed_batch.PackedBatch)"
-        )
-    if reward.reads_messages and not all(one.messages for one in answers):
-        raise RecipeError(
-            f"model.rewards: {reward.name} reads the turns of prompts, and the data module gives none with its "
-            "batches; take lit_ft.TextDataModule, or give sample_rows (lit_ft.packed_batch.PackedBatch)"
+            f"model.rewards: {reward.name} reads {missing[0]}, and the data module gives none with its batches; take "
+            "lit_ft.TextDataModule, or give sample_rows (lit_ft.packed_batch.PackedBatch)"
         )
     with explained("model.rewards", f"fix {reward.name}"):
         found = list(reward.of(tuple(answers)))

@@ -73,5 +73,7 @@ def test_what_is_no_reward_model_is_refused(
         short.of(judged_answers())
     texts = data_of(write_rows([{"prompt": "the red one is a", "completion": "book"}] * 4), val_path=None)
     module = PolicyLM(model_folder, rewards=[short], answers_per_prompt=2, max_new_tokens=2)
-    with pytest.raises(RecipeError, match=r"RewardModel reads the turns of conversations, and .*rows.json.* is none"):
+    with pytest.raises(
+        RecipeError, match=r"RewardModel reads the turns of conversations, and .*rows.json.* is no conversation"
+    ):
         make_trainer(max_epochs=1).fit(module, texts)
