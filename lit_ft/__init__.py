@@ -2,12 +2,12 @@
 
 ``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of
 its mixture, ``DFT`` weighs tokens, ``PreferenceLM`` trains on better and worse answers by an objective (``DPO``,
-``IPO``, ``SimPO``, ``ORPO``, ``KTO``), ``PolicyLM`` on answers of its own, by an algorithm (``GRPO``, ``DrGRPO``,
-``DAPO``, ``RLOO``) and rewards (``ExactAnswer``, ``FinalNumber``, ``Similarity``, ``Matches``, ``OverlongPenalty``,
-``RewardModel``), ``DistillationLM`` and ``OnPolicyDistillationLM`` on a teacher's probabilities, by a divergence
-(``ForwardKL``, ``ReverseKL``, ``JensenShannon``), ``ExactMatch`` and ``AnswerScores`` (ROUGE, BLEU) are callbacks that
-compare answers, ``InitialAdamState`` one that starts AdamW with the moments of a Megatron training, ``RecipeError`` the
-error that a user can correct. LoRA::
+``IPO``, ``SimPO``, ``ORPO``, ``KTO``), ``RewardLM`` makes a reward model of them, ``PolicyLM`` trains on answers of its
+own, by an algorithm (``GRPO``, ``DrGRPO``, ``DAPO``, ``RLOO``) and rewards (``ExactAnswer``, ``FinalNumber``,
+``Similarity``, ``Matches``, ``OverlongPenalty``, ``RewardModel``), ``DistillationLM`` and ``OnPolicyDistillationLM`` on
+a teacher's probabilities, by a divergence (``ForwardKL``, ``ReverseKL``, ``JensenShannon``), ``ExactMatch`` and
+``AnswerScores`` (ROUGE, BLEU) are callbacks that compare answers, ``InitialAdamState`` one that starts AdamW with the
+moments of a Megatron training, ``RecipeError`` the error that a user can correct. LoRA::
 
     from lightning.pytorch import Trainer
     from peft import LoraConfig
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lit_ft.training.policy.rewards import ExactAnswer, FinalNumber, Matches, OverlongPenalty, Similarity
     from lit_ft.training.preference.objectives import DPO, IPO, KTO, ORPO, SimPO
     from lit_ft.training.preference.preference_lm import PreferenceLM
+    from lit_ft.training.preference.reward_lm import RewardLM
 
 # Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
 __version__ = "0.1.0"
@@ -74,6 +75,7 @@ __all__ = [
     "PreferenceLM",
     "RecipeError",
     "ReverseKL",
+    "RewardLM",
     "RewardModel",
     "SimPO",
     "Similarity",
@@ -107,6 +109,7 @@ _HOME = {
     "PreferenceLM": "lit_ft.training.preference.preference_lm",
     "RecipeError": "lit_ft.errors",
     "ReverseKL": "lit_ft.training.distillation.divergences",
+    "RewardLM": "lit_ft.training.preference.reward_lm",
     "RewardModel": "lit_ft.training.policy.reward_model",
     "SimPO": "lit_ft.training.preference.objectives",
     "Similarity": "lit_ft.training.policy.rewards",

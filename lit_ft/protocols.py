@@ -221,6 +221,10 @@ class LearnsPreferences(Protocol):
     def takes_unpaired(self) -> bool:
         """Whether one answer of a pair may be missing."""
 
+    @property
+    def scores_texts(self) -> bool:
+        """Whether it reads whole conversations, as the chat template ends them, and not the tokens of answers."""
+
     def describe_objective(self) -> str:
         """Text on what answers train it, and by which objective."""
 

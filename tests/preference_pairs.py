@@ -50,8 +50,9 @@ def data_of(path: str, **options: Any) -> TextDataModule:
 
 def fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], world: int = 1, strategy: Any = "auto") -> Any:
     """Losses and norms of two epochs in steps of 4 pairs of 13, the last validation's means, and the final weights."""
-    model = {"peft": LORA, "objective": DPO(beta=0.5), **how.get("model", {})}
-    module = PreferenceLM(folder, optimizer=how.get("optimizer", sgd), **model)
+    kind = how.get("kind", PreferenceLM)
+    model = {"peft": LORA, **({"objective": DPO(beta=0.5)} if kind is PreferenceLM else {}), **how.get("model", {})}
+    module = kind(folder, optimizer=how.get("optimizer", sgd), **model)
     record = Record(how.get("save_after"), how.get("save"))
     data = data_of(path, **how.get("data", {}))
     return record.steps, *fit_in_steps_of_4(make_trainer, module, data, record, how, world, strategy)

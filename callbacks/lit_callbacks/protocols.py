@@ -35,6 +35,13 @@ class AnswersPrompts(Protocol):
 
 
 @runtime_checkable
+class HasScore(Protocol):
+    """Decoder with a linear layer from hidden states to labels, as transformers builds classifiers of texts."""
+
+    score: nn.Linear
+
+
+@runtime_checkable
 class RendersPrompts(Protocol):
     """A module that renders conversations itself, e.g. with limits on the time and memory of a chat template."""
 

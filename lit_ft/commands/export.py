@@ -349,6 +349,7 @@ def _of_adapters(
             base=base.pretrained,
             commit=now["commit"],
             text_class=text_class(base.pretrained),
+            scores=base.head == "score",
             method=wrapped.active_peft_config.peft_type.value,
             notes=[
                 *([f"Made of {made_of}."] if len(adapters) > 1 or adapters[0].weight != 1 else []),

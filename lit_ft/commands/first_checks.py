@@ -164,7 +164,7 @@ class FirstChecks:
         """Load the data; check its lengths, and its order where a run goes on in it."""
         if isinstance(model, CausalLM):
             model.check_length("data.max_length", data.requested_length)
-        data.take_questions_of(model)
+        data.take_rows_of(model)
         data.load(tokenizer_of(model), self.stage)
         if isinstance(model, CausalLM):
             model.check_length("the longest sample", data.splits.longest_sample)

@@ -101,11 +101,20 @@ class DataSplits(UserDict[str, Samples]):
                     "reference; give rows of more prompts, or take lit_ft.DPO with pairs"
                 ) from error
 
-    def take_questions(self, takes: bool) -> None:
-        """Set whether rows may lack their answers, and forget what was read."""
-        self.preparation = replace(self.preparation, takes_questions=takes)
+    def take_rows(self, takes_questions: bool, keeps_ending: bool) -> bool:
+        """Set which rows are taken and how they end; returns whether that changes, so that what was read is forgotten.
+
+        Args:
+            takes_questions: whether rows may lack their answers.
+            keeps_ending: whether conversations end as the chat template ends them.
+        """
+        taken = replace(self.preparation, takes_questions=takes_questions, keeps_ending=keeps_ending)
+        if taken == self.preparation:
+            return False
+        self.preparation = taken
         for read in (self.data, self.prepared, self._prompts, self._needs):
             read.clear()
+        return True
 
     def read_values(self, needs: RowNeeds) -> None:
         """Read what rewards need of the rows of all splits that were read; each file is read once more.

@@ -273,7 +273,7 @@ class TextDataModule(LightningDataModule):
             self._check_fractions(self.trainer)
         module = None if self.trainer is None else self.trainer.lightning_module
         self.check_options_for(module, stage)
-        self.take_questions_of(module)
+        self.take_rows_of(module)
         self.load(tokenizer_of(module), stage)
         self.check_samples_for(module, stage)
         for line in self.splits.notes_on_judgments() if stage == "fit" and self.is_unpaired else []:
@@ -312,11 +312,10 @@ class TextDataModule(LightningDataModule):
         if isinstance(module, LimitsLengths):
             module.check_length("data.max_length", self.requested_length)
 
-    def take_questions_of(self, module: LightningModule | None) -> None:
-        """Read rows without an answer too where a module needs none; data that was read otherwise is read again."""
+    def take_rows_of(self, module: LightningModule | None) -> None:
+        """Read rows as a module needs them, with an answer or without; data that was read otherwise is read again."""
         takes = isinstance(module, SamplesAnswers) and module.row_needs.may_lack_answers and not self.streaming
-        if takes != self.splits.preparation.takes_questions:
-            self.splits.take_questions(takes)
+        if self.splits.take_rows(takes, isinstance(module, LearnsPreferences) and module.scores_texts):
             vars(self).pop("order", None)
 
     def has_known_answers(self, split: str) -> bool:

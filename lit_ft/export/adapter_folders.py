@@ -140,7 +140,7 @@ class Adapter:
             )
 
     def _check_shapes(self, base: ModelSpec, name: str) -> None:
-        skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides)
+        skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides, head=base.head)
         resize_to_tokenizer(skeleton, base.tokenizer)
         config = self.config
         if isinstance(config, LoraConfig) and isinstance(config.init_lora_weights, str):
@@ -177,7 +177,9 @@ def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
     if not pretrained:
         raise RecipeError(f"the adapter {str(adapter.folder)!r} names no base; give it with --base")
     tokenizer = str(adapter.folder) if adapter.has_tokenizer else pretrained
-    return ModelSpec(pretrained, tokenizer, config_overrides=read_form(adapter.folder).config_overrides or None)
+    head: loading.Head = "score" if adapter.config.task_type == "SEQ_CLS" else "logits"
+    overrides = read_form(adapter.folder).config_overrides or None
+    return ModelSpec(pretrained, tokenizer, config_overrides=overrides, head=head)
 
 
 @contextmanager

@@ -80,6 +80,7 @@ def run_texts(
         dtype=dtype_to_name(form),
         grows=has_more_tokens(module.tokenizer, spec.base),
         text_class=text_class(spec.base.pretrained),
+        scores=spec.base.head == "score",
         samples=samples,
         sample_kind="pair" if isinstance(module, LearnsPreferences) and not module.takes_unpaired else "sample",
         metrics=_results(_last_of(run.root / "metrics.csv", checkpoint) or logged),
@@ -130,6 +131,8 @@ def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     Inference engines stop only at the ids in this file: without the template's token an answer, or the turn of a tool
     call, would not end.
     """
+    if not model.can_generate():
+        return {}
     try:
         end = ChatTemplate(tokenizer).end_of_turn if tokenizer.chat_template else ""
     except RecipeError:  # a template that cannot render a plain answer has no end-of-turn token

@@ -48,6 +48,8 @@ class Card:
     """Whether the base has too few embeddings for the adapter's tokens."""
     text_class: str | None = None
     """Class of transformers for the base's text part, where ``AutoModelForCausalLM`` reads a larger model."""
+    scores: bool = False
+    """Whether it is a reward model, with a score in place of logits."""
     samples: Mapping[str, int] = field(default_factory=dict)
     """Number of training samples by source, where known."""
     sample_kind: Literal["sample", "pair"] = "sample"
@@ -71,7 +73,7 @@ class Card:
         fields: dict[str, object] = {
             "base_model": self.base if _is_hub_id(self.base) else None,
             "library_name": "peft" if self.kind == "adapter" else "transformers",
-            "pipeline_tag": "text-generation",
+            "pipeline_tag": "text-classification" if self.scores else "text-generation",
             "tags": ["lit_ft", *([] if self._trains_base else [self.method.lower()])],
             "datasets": data,
         }
@@ -87,20 +89,25 @@ class Card:
         return "\n\n".join([what, *self.notes, f"```python\n{self._usage()}\n```"])
 
     def _usage(self) -> str:
-        tokenizer = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+        tokenizer = [f"from transformers import {self._class}, AutoTokenizer", ""]
         tokenizer.append('tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")')
         if self.kind == "merged":
-            return "\n".join([*tokenizer, 'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")'])
+            return "\n".join([*tokenizer, f'model = {self._class}.from_pretrained("THIS FOLDER")'])
         grow = ["model.resize_token_embeddings(len(tokenizer))  # the adapter brings the rows of added tokens"]
         lines = [*tokenizer, *self._usage_of_base(), *(grow * self.grows)]
         return "\n".join(
             ["from peft import PeftModel", *lines, 'model = PeftModel.from_pretrained(model, "THIS FOLDER")']
         )
 
+    @property
+    def _class(self) -> str:
+        return "AutoModelForSequenceClassification" if self.scores else "AutoModelForCausalLM"
+
     def _usage_of_base(self) -> list[str]:
         dtype = f', dtype="{self.dtype}"' if self.dtype else ""
         if self.text_class is None:
-            return [f'model = AutoModelForCausalLM.from_pretrained("{self.base}"{dtype})']
+            labels = ", num_labels=1" if self.scores else ""
+            return [f'model = {self._class}.from_pretrained("{self.base}"{labels}{dtype})']
         return [
             f"from transformers import AutoConfig, {self.text_class}  # the adapter is for the base's text part",
             f'config = AutoConfig.from_pretrained("{self.base}").get_text_config()',

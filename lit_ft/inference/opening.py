@@ -300,6 +300,7 @@ class _TemplateChoice:
 
 def _open_run(run: RunFolder, ckpt_path: str, chosen: _TemplateChoice, shared: SharedBase | None) -> OpenedModel:
     file, module = run.chosen_checkpoint(ckpt_path), module_of(run)
+    _refuse_scores(module.spec.base, str(run.root))
     restore(module, file, *([] if shared is None else [shared.of_run]))
     assert module.model is not None
     data = run.recipe()["data"].get("init_args", {})
@@ -311,6 +312,7 @@ def _open_adapter(
     adapter: Adapter, named: str | None, chosen: _TemplateChoice, shared: SharedBase | None
 ) -> OpenedModel:
     spec = _in_dtype_of_training(base_of(adapter, named), adapter)
+    _refuse_scores(spec, str(adapter.folder))
     with about_base(adapter, named):
         check_base_config(spec, adapter)
         check_unchanged(Path(spec.pretrained).expanduser())
@@ -319,6 +321,14 @@ def _open_adapter(
         base = (spec if sharing is None else sharing.of(spec)).build(loading.DENSE)
     resize_to_tokenizer(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
+
+
+def _refuse_scores(spec: ModelSpec, name: str) -> None:
+    if spec.head == "score":
+        raise RecipeError(
+            f"{name!r} is a reward model, which scores texts and writes none; its scores are those of "
+            "lit_ft.RewardModel (docs/preferences.md)"
+        )
 
 
 def _in_dtype_of_training(spec: ModelSpec, adapter: Adapter) -> ModelSpec:

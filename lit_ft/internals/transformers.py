@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -74,11 +74,10 @@ def outline_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     Buffers that no file has are computed in ``dtype``, and have values: the scale of Gemma's embeddings is rounded to
     it. The steps are those of ``from_pretrained``.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import build_glob_alternation
 
     with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype, trust_remote_code=False)
+        outline = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     for name, buffer in list(outline.named_non_persistent_buffers()):
         owner, _, own_name = name.rpartition(".")
         setattr(outline.get_submodule(owner), own_name, torch.empty_like(buffer, device="cpu"))
@@ -237,19 +236,24 @@ def as_published(base: PreTrainedModel, skeleton: PreTrainedModel, weights: dict
 
 
 @contextmanager
-def without_report_of_unused() -> Iterator[None]:
-    """Context in which ``from_pretrained`` prints no table of tensors in the files that the model does not use."""
+def without_load_report(of: Sequence[str]) -> Iterator[None]:
+    """Context in which ``from_pretrained`` prints no table of what it found in the files, if that is of some kinds.
+
+    Args:
+        of: kinds that are said elsewhere: UNEXPECTED, MISSING, MISMATCH or CONVERSION.
+    """
+    others = {"MISSING", "MISMATCH", "CONVERSION"}.difference(of)
+
+    def tells_more(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return "LOAD REPORT" not in message or any(word in message for word in others)
+
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_tells_more_than_unused)
+    logger.addFilter(tells_more)
     try:
         yield
     finally:
-        logger.removeFilter(_tells_more_than_unused)
-
-
-def _tells_more_than_unused(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    return "LOAD REPORT" not in message or any(word in message for word in ("MISSING", "MISMATCH", "CONVERSION"))
+        logger.removeFilter(tells_more)
 
 
 def compile_chat_template(template: str) -> Template:

@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import PretrainedConfig
+from lit_callbacks.protocols import HasScore
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lit_ft.internals.transformers import global_value
@@ -12,6 +14,20 @@ from lit_ft.internals.transformers import global_value
 Decoder = Callable[..., ModelOutput]
 """Decoder of a model, or a part of it: takes Hugging Face's inputs by name; ``last_hidden_state`` of its output is
 ``(samples, length, H)``."""
+
+
+def head_layer(model: PreTrainedModel) -> nn.Module:
+    """Last layer of a model, from hidden states to logits or a score; None in a model that has none of them."""
+    return model.score if isinstance(model, HasScore) else model.get_output_embeddings()
+
+
+def replace_head(model: PreTrainedModel, layer: nn.Module) -> None:
+    """Put another layer in the place of ``head_layer``."""
+    if isinstance(model, HasScore):
+        model.score = layer  # type: ignore[assignment]
+    else:
+        model.set_output_embeddings(layer)
+
 
 _WITH_MAMBA_2 = frozenset("bamba falcon_h1 granitemoehybrid mamba2 nemotron_h zamba2".split())
 _READ_FROM_OUTSIDE = {

@@ -17,11 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.base_files import BaseFiles
 from lit_callbacks.internals.transformers_internals import names_in_model
 from lit_callbacks.output.heartbeat import heartbeat
+from lit_callbacks.protocols import HasScore
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -43,10 +46,10 @@ from lit_ft.internals.transformers import (
     has_sinks,
     outline_in,
     with_decoder,
-    without_report_of_unused,
+    without_load_report,
 )
 from lit_ft.model import quantization as quantized_base
-from lit_ft.model.architecture import Architecture
+from lit_ft.model.architecture import Architecture, head_layer
 from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.config.known import unknown_architecture
 from lit_ft.model.config.overrides import Overrides, with_overrides
@@ -64,6 +67,11 @@ Init = Literal["pretrained", "random"]
 Reading = tuple[PreTrainedModel, dict[str, set[str]]]
 """A model, and transformers' report of what was missing in its files."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Head = Literal["logits", "score"]
+"""What a base model computes from its final hidden states: logits of tokens, or the score of a text."""
+_CLASSES = {"logits": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+_SCORE = "score.weight"
+"""Name of the weight of transformers' heads that score texts."""
 
 
 def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
@@ -256,6 +264,7 @@ def load_base(
     attn_implementation: str = "auto",
     quantization: QuantizationConfigMixin | None = None,
     overrides: Overrides | None = None,
+    head: Head = "logits",
 ) -> PreTrainedModel:
     """Build the base model, in training mode.
 
@@ -266,28 +275,30 @@ def load_base(
         attn_implementation: name of an attention function of transformers, or ``auto``.
         quantization: quantization that is applied while the weights are read; None for none.
         overrides: values in place of those of config.json.
+        head: what is computed from the final hidden states.
 
     Raises:
         RecipeError: weights are missing, or quantized in a way that cannot be trained on.
     """
-    config = load_config(pretrained, overrides)
+    config = _with_head(load_config(pretrained, overrides), head)
     architectures.check(config)
     attention = pick_attention(config, attn_implementation)
     if init == "pretrained":
-        return _read(pretrained, config, dtype, attention, quantization)
+        return _read(pretrained, config, dtype, attention, quantization, head)
     if quantization is not None:
         raise RecipeError("model.quantization needs weights to quantize; set model.init to pretrained")
-    return _draw(pretrained, config, dtype, attention, overrides)
+    return _draw(pretrained, config, dtype, attention, overrides, head)
 
 
 def _draw(
-    pretrained: str, config: PretrainedConfig, dtype: Dtype, attention: str, overrides: Overrides | None
+    pretrained: str, config: PretrainedConfig, dtype: Dtype, attention: str, overrides: Overrides | None, head: Head
 ) -> PreTrainedModel:
     config.quantization_config = None  # random weights are dense, even if the checkpoint is quantized
     of_weights = dtype_of_weights(config, dtype)
-    size_check.check_memory(skeleton(pretrained, overrides=overrides), of_weights, _named(pretrained))
+    outline = skeleton(pretrained, overrides=overrides, head=head)
+    size_check.check_memory(outline, of_weights, _named(pretrained))
     with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
-        model = AutoModelForCausalLM.from_config(
+        model = _CLASSES[head].from_config(
             config, trust_remote_code=False, dtype=of_weights, attn_implementation=attention
         )
     declare_decoder(model)
@@ -303,15 +314,16 @@ def _read(
     dtype: Dtype,
     attention: str,
     quantization: QuantizationConfigMixin | None,
+    head: Head,
 ) -> PreTrainedModel:
     check_weight_files(pretrained)
     options = quantized_base.reading_options(config, quantization)
     options = {**options, "config": config, "attn_implementation": attention}
     try:
         if deferred_cast.is_wanted() and dtype != "auto" and "device_map" not in options:
-            model, report = _read_to_cast_later(pretrained, getattr(torch, dtype), options)
+            model, report = _read_to_cast_later(pretrained, getattr(torch, dtype), options, head)
         else:
-            model, report = _read_in(pretrained, "auto" if dtype == "auto" else getattr(torch, dtype), options)
+            model, report = _read_in(pretrained, "auto" if dtype == "auto" else getattr(torch, dtype), options, head)
     except WEIGHT_ERRORS as error:
         under, helps = "", ""
         if is_deepspeed_zero3_enabled():  # code of some models reads the shapes of whole weights there, which are empty
@@ -320,7 +332,10 @@ def _read(
             f"model.pretrained={pretrained!r} has no weights that load{under} ({first_line(error)}); {helps}add "
             "model.safetensors, or train from scratch with --model.init random"
         ) from error
-    if missing := sorted(report["missing_keys"]):
+    missing = sorted(report["missing_keys"])
+    if head == "score" and missing == [_SCORE]:
+        rank_zero_info(f"model.pretrained={pretrained!r} has no head that scores texts: a new one is drawn")
+    elif missing:
         raise RecipeError(
             f"model.pretrained={pretrained!r} lacks weights of the model, which would be random "
             f"({len(missing)}: {', '.join(missing[:3])}, ...); name a checkpoint that has them all"
@@ -332,18 +347,19 @@ def _read(
     return model
 
 
-def _read_in(pretrained: str, dtype: torch.dtype | Literal["auto"], options: dict[str, object]) -> Reading:
-    with heartbeat(f"reading the weights of {pretrained}"), without_report_of_unused():
-        read: Reading = AutoModelForCausalLM.from_pretrained(
+def _read_in(pretrained: str, dtype: torch.dtype | Literal["auto"], options: dict[str, object], head: Head) -> Reading:
+    said = ("UNEXPECTED",) if head == "logits" else ("UNEXPECTED", "MISSING")
+    with heartbeat(f"reading the weights of {pretrained}"), without_load_report(of=said):
+        read: Reading = _CLASSES[head].from_pretrained(
             pretrained, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
         declare_decoder(read[0])
         return read
 
 
-def _read_to_cast_later(pretrained: str, dtype: torch.dtype, options: dict[str, object]) -> Reading:
+def _read_to_cast_later(pretrained: str, dtype: torch.dtype, options: dict[str, object], head: Head) -> Reading:
     """Read a model in the dtype of its files, and mark its final dtypes; with files of several dtypes, cast at once."""
-    model, report = _read_in(pretrained, "auto", options)
+    model, report = _read_in(pretrained, "auto", options, head)
     of_files = _dtypes_of_files(model)
     if of_files:
         if len(of_files) > 1 and dtype not in of_files:
@@ -352,7 +368,7 @@ def _read_to_cast_later(pretrained: str, dtype: torch.dtype, options: dict[str, 
                 f"model.pretrained={pretrained!r}: its files have weights in {found}: until it is sharded, each rank "
                 f"holds the whole model in {dtype}; save it in one dtype to avoid that"
             )
-        model, report = _read_in(pretrained, of_files.pop() if len(of_files) == 1 else dtype, options)
+        model, report = _read_in(pretrained, of_files.pop() if len(of_files) == 1 else dtype, options, head)
     deferred_cast.mark(model, outline_in(model, dtype))
     return model, report
 
@@ -367,16 +383,18 @@ def _dtypes_of_files(model: PreTrainedModel) -> set[torch.dtype]:
     return set() if is_exact else set(dtypes.values())
 
 
-def skeleton(pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None = None) -> PreTrainedModel:
+def skeleton(
+    pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None = None, head: Head = "logits"
+) -> PreTrainedModel:
     """Base model on the meta device, without weights but with their dtype, for checks before weights are read."""
-    config = load_config(pretrained, overrides)
+    config = _with_head(load_config(pretrained, overrides), head)
     architectures.check(config)
     with (
         torch.device("meta"),
         explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)),
     ):
         of_weights = dtype_of_weights(config, dtype)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights)
+        model = _CLASSES[head].from_config(config, trust_remote_code=False, dtype=of_weights)
     declare_decoder(model)
     return model
 
@@ -389,6 +407,35 @@ def dtype_name(dtype: Dtype | torch.dtype) -> Dtype:
 def dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
     """Dtype that a base is loaded in; ``auto`` is that of its config."""
     return (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+
+
+def _with_head(config: PretrainedConfig, head: Head) -> PretrainedConfig:
+    """Config of a model that scores texts, where that is asked for; changed in place.
+
+    Raises:
+        RecipeError: transformers has no such model of the architecture, or it has been trained for several labels.
+    """
+    kinds = config.architectures or []
+    is_classifier = bool(kinds) and all("SequenceClassification" in name for name in kinds)
+    if head == "logits" and is_classifier:
+        raise RecipeError(
+            f"{_named(config.name_or_path)} is a {kinds[0]}, which scores texts and has no head for tokens; name a "
+            "causal language model. lit_ft.RewardLM trains a reward model, lit_ft.RewardModel takes its scores"
+        )
+    if head == "logits":
+        return config
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise RecipeError(
+            f"{_named(config.name_or_path)}: transformers has no model of {config.model_type} that scores texts "
+            "(AutoModelForSequenceClassification); take another architecture, e.g. qwen3, llama, mistral or gemma3_text"
+        )
+    if is_classifier and config.num_labels != 1:
+        raise RecipeError(
+            f"{_named(config.name_or_path)} tells apart {config.num_labels} labels, and a reward model has one score; "
+            "name a causal language model, or a reward model"
+        )
+    config.num_labels = 1
+    return config
 
 
 class _DecoderOutput(MoeModelOutputWithPast):
@@ -418,10 +465,19 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Function from hidden states ``(n, H)`` to logits ``(n, V)``, as the model itself computes them.
 
     It runs the model's ``forward`` without its decoder, so that soft-capping (gemma2) and scaling (granite, cohere)
-    are applied.
+    are applied. Of a model that scores texts it gives the score of the text up to each token, ``(n, 1)``.
     """
+    if isinstance(model, HasScore):
+        return partial(_scores, model)
     head = with_decoder(model, _HiddenStates(decoder_of(model)))
     return partial(_logits, head)  # a copy of it, as of the module that holds it, has the copy of the model
+
+
+def _scores(model: HasScore, hidden: Tensor) -> Tensor:
+    """Scores in the dtype of the head: rounded to half precision, answers that are nearly as good would be equal."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        scores: Tensor = model.score(hidden.to(model.score.weight.dtype))
+        return scores
 
 
 def _logits(head: nn.Module, hidden: Tensor) -> Tensor:
@@ -437,7 +493,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def head_parameters(model: PreTrainedModel) -> list[Tensor]:
     """Parameters that logits are computed from: those of the output embeddings, and all outside of the decoder."""
     outside = _parameters_without(model, decoder_of(model))
-    return list(dict.fromkeys([*model.get_output_embeddings().parameters(), *outside]))
+    return list(dict.fromkeys([*head_layer(model).parameters(), *outside]))
 
 
 def _parameters_without(module: nn.Module, part: nn.Module) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
 from lit_ft.errors import RecipeError, first_line
-from lit_ft.model.architecture import linear_routers, not_to_pack
+from lit_ft.model.architecture import head_layer, linear_routers, not_to_pack
 
 _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
 """Methods whose checkpoints are dequantized while they are read. Otherwise transformers would dequantize them in the
@@ -187,7 +187,8 @@ def _with_exceptions(quantization: QuantizationConfigMixin, config: PretrainedCo
         patterns = {rf".*\.{name}" for name in names}  # torchao compares with names of weights, quanto of layers
     if not names or not hasattr(quantization, option):
         return quantization
-    given = set(getattr(quantization, option) or ["lm_head"])  # transformers' own choice is replaced by the list
+    # transformers' own choice is replaced by the list
+    given = set(getattr(quantization, option) or ["lm_head", "score"])
     rank_zero_info(f"model.quantization leaves out {', '.join(sorted(names))}, {reason}")
     quantization = copy.deepcopy(quantization)
     setattr(quantization, option, sorted(given | patterns))
@@ -236,7 +237,7 @@ class LinearLayer(Protocol):
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Linear layers by name, quantized ones included, without the head."""
-    head = model.get_output_embeddings()
+    head = head_layer(model)
     modules: dict[str, nn.Module] = dict(model.named_modules())
     return {name: m for name, m in modules.items() if isinstance(m, LinearLayer) and m is not head}
 

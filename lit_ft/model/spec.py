@@ -38,6 +38,8 @@ class ModelSpec:
     quantization: QuantizationConfigMixin | None = None
     config_overrides: Overrides | None = None
     """Values in place of those of config.json."""
+    head: loading.Head = "logits"
+    """What is computed from the final hidden states: logits of tokens, or the score of a text."""
     loaded: PreTrainedModel | None = field(default=None, compare=False, repr=False)
     """The model with its weights, if they are in memory: ``build`` then returns a model that shares their tensors."""
 
@@ -109,7 +111,7 @@ class ModelSpec:
             RecipeError: one of them does not fit.
         """
         loading.check_attention(self.attn_implementation, self.config)
-        skeleton = loading.skeleton(self.pretrained, self.dtype, self.config_overrides)
+        skeleton = loading.skeleton(self.pretrained, self.dtype, self.config_overrides, self.head)
         self._check_weights(skeleton)
         embeddings.resize_embeddings(skeleton, self.tokenizer, len(self.added_ids))
         return skeleton
@@ -152,11 +154,13 @@ class ModelSpec:
 
     def build_unquantized(self) -> PreTrainedModel:
         """Model with the weights as they were before the recipe's quantization."""
-        return loading.load_base(self.pretrained, self.init, self.dtype, overrides=self.config_overrides)
+        return loading.load_base(
+            self.pretrained, self.init, self.dtype, overrides=self.config_overrides, head=self.head
+        )
 
     def _load(self, attention: str) -> PreTrainedModel:
         form = self.dtype, attention, self.quantization
-        base = loading.load_base(self.pretrained, self.init, *form, overrides=self.config_overrides)
+        base = loading.load_base(self.pretrained, self.init, *form, overrides=self.config_overrides, head=self.head)
         is_on_hub = not Path(self.pretrained).expanduser().is_dir()
         if is_on_hub and self.init == "pretrained" and (unused := self.unused_tensors(base)):
             rank_zero_info(f"model.pretrained={self.pretrained!r}: {unused}")

@@ -28,8 +28,9 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
         Command line; None without checkpoint and adapter, or where there is nothing to do with them.
     """
     readable, _ = candidates(run.checkpoints)
+    writes = isinstance(module, CausalLM) and module.spec.base.head == "logits"
     if not readable:
-        return f"python -m lit_ft chat {shlex.quote(str(run.adapter))}" if run.adapter.is_dir() else None
+        return f"python -m lit_ft chat {shlex.quote(str(run.adapter))}" if writes and run.adapter.is_dir() else None
     known = best_known(run.checkpoints)
     best, name = (known[0], BEST) if len(known) == 1 else (None, LAST)
     if isinstance(module, CausalLM) and _merges(module) and not _is_merged(run, readable, best):
@@ -38,7 +39,7 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
         return f"python -m lit_ft export --run {shlex.quote(str(run.root))}{chosen} --merge{choice}"
     data = datamodule_of(trainer)
     config = f"--config {shlex.quote(str(run.config))} --ckpt_path {name}"
-    if isinstance(module, CausalLM) and isinstance(data, TextDataModule):
+    if writes and isinstance(data, TextDataModule):
         return f"python -m lit_ft predict {config}{'' if data.splits.has_questions else ' --data.test_path FILE'}"
     return f"python -m lit_ft validate {config}" if trainer.enable_validation else None
 

@@ -24,6 +24,7 @@ from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import set_device_mesh
 from lit_ft.internals.torch import flatten_mesh
+from lit_ft.model.architecture import head_layer
 from lit_ft.model.files.deferred_cast import final_dtype
 from lit_ft.model.loading import decoder_layers
 from lit_ft.packed_batch import PackedBatch, TokenLoss
@@ -251,7 +252,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
         assert isinstance(module, SplitsForward), "check_batches has refused it"
         layers, size = self.placement.layers_of_stages(self.sizes(), base), self.sizes().pipeline
-        embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+        embedding, head = base.get_input_embeddings(), head_layer(base)
         dtype = final_dtype(embedding.weight) or embedding.weight.dtype
         like_embedding = self.precision_plugin.convert_module(nn.Embedding(1, 1, dtype=dtype))
         self._boundary_dtype = next(like_embedding.parameters()).dtype

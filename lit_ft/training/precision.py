@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals import torch as torch_internals
+from lit_ft.model.architecture import head_layer
 
 Scaling = Literal["tensorwise", "rowwise"]
 _MULTIPLE = 16
@@ -114,7 +115,7 @@ def _check_device(device: torch.device) -> None:
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Parent, name and layer of each dense linear layer, except heads and an adapter's own matrices."""
-    heads = [m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel)]
+    heads = [head_layer(m) for m in model.modules() if isinstance(m, PreTrainedModel)]
     adapters = {
         child
         for layer in model.modules()

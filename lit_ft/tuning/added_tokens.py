@@ -25,13 +25,11 @@ def with_added_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]
         return peft
     config = copy.deepcopy(peft)
     options = peft.to_dict()
-    sides = [_name_of(model, model.get_input_embeddings())]
     is_tied = Architecture.of(model.config).is_tied
-    if not is_tied:
-        sides.append(_name_of(model, model.get_output_embeddings()))
+    sides = [_name_of(model, side) for side in _sides(model)[: 1 if is_tied else 2]]
     in_full = {name for name in options.get("modules_to_save") or [] if _is_side(model, name)}
     if in_full:
-        if len(in_full) < 2 and not options.get("ensure_weight_tying"):
+        if len(in_full) < len(_sides(model)) and not options.get("ensure_weight_tying"):
             raise RecipeError(
                 f"model.peft: modules_to_save has {', '.join(in_full)} without the other side, so that added tokens "
                 "would be read and never written, or the other way; take it out (their rows train without it)"
@@ -56,7 +54,7 @@ def check_added_rows_train(model: PreTrainedModel, ids: Sequence[int]) -> None:
     Raises:
         RecipeError: embeddings or head are frozen.
     """
-    for side in (model.get_input_embeddings(), model.get_output_embeddings()):
+    for side in _sides(model):
         if ids and not side.weight.requires_grad:
             raise RecipeError(
                 f"model.added_tokens need rows that train, and model.trainable freezes {_name_of(model, side)}; add "
@@ -82,8 +80,14 @@ def _union(by_side: dict[str, list[int]], name: str, ids: Sequence[int]) -> list
 
 
 def _is_side(model: PreTrainedModel, name: str) -> bool:
-    sides = [_name_of(model, side) for side in (model.get_input_embeddings(), model.get_output_embeddings())]
+    sides = [_name_of(model, side) for side in _sides(model)]
     return any(side == name or side.endswith(f".{name}") for side in sides)
+
+
+def _sides(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules with a row for each token: the embeddings, and the head unless the model scores texts."""
+    sides = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [side for side in sides if side is not None]
 
 
 def _name_of(model: PreTrainedModel, module: nn.Module) -> str:

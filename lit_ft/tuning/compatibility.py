@@ -278,14 +278,23 @@ def check_situation(peft: PeftConfig | None, name: str, value: str = "", option:
         raise RecipeError(message)
 
 
-def check_method(peft: PeftConfig) -> None:
+def check_method(peft: PeftConfig, scores_texts: bool = False) -> None:
     """Refuse methods, and options of theirs, that would not train correctly in any situation.
+
+    Args:
+        peft: config of the method.
+        scores_texts: whether the model has a head that scores texts, which has to train beside the adapter.
 
     Raises:
         RecipeError: the method is one of them; the message gives the reason.
     """
-    if peft.task_type not in (None, "CAUSAL_LM"):
-        raise RecipeError(f"model.peft: task_type={peft.task_type} is not for causal language models; leave it out")
+    if peft.task_type not in (None, "CAUSAL_LM", *["SEQ_CLS"] * scores_texts):
+        what = "reward models" if scores_texts else "causal language models"
+        raise RecipeError(f"model.peft: task_type={peft.task_type} is not for {what}; leave it out")
+    if scores_texts and ("modules_to_save" not in peft.to_dict() or peft.is_prompt_learning):
+        raise RecipeError(
+            f"model.peft: {type(peft).__name__} cannot train the head that scores texts beside it; take peft.LoraConfig"
+        )
     if peft.inference_mode:
         raise RecipeError("model.peft: inference_mode=true, as saved adapters have it, trains nothing; leave it out")
     check_situation(peft, "packed")

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.protocols import HasScore
 from peft import (
     AdaptionPromptConfig,
     LNTuningConfig,
@@ -53,7 +54,11 @@ def add_peft(
     Raises:
         RecipeError: the method's target modules match no layer.
     """
-    compatibility.check_method(peft)
+    scores_texts = isinstance(model, HasScore)
+    compatibility.check_method(peft, scores_texts)
+    peft = copy.deepcopy(peft)
+    if scores_texts:
+        _let_peft_train_head(peft)
     check_numbers(peft)
     prompt_learning.check_sizes(peft)
     adapt_to_architecture(model, peft)
@@ -61,8 +66,7 @@ def add_peft(
     check_norms(model, peft)
     check_other_modules(model, peft)
     experts.check_target_parameters(model, peft)
-    peft = copy.deepcopy(peft)
-    peft.task_type = "CAUSAL_LM"
+    peft.task_type = "SEQ_CLS" if scores_texts else "CAUSAL_LM"
     prompt_learning.fit_to(model, peft)
     shared = all_linear.shared_layers(model)
     all_linear.leave_out(model, peft, shared)
@@ -88,6 +92,15 @@ def add_peft(
     all_linear.check_loaded(wrapped)
     prompt_learning.check_embeddings(wrapped)
     return wrapped.train()
+
+
+def _let_peft_train_head(peft: PeftConfig) -> None:
+    """Leave out the names of heads that peft adds to ``modules_to_save`` where a model is one that scores texts.
+
+    A saved adapter has them already, that of another architecture's head included.
+    """
+    names = [name for name in peft.to_dict()["modules_to_save"] or () if name not in ("classifier", "score")]
+    vars(peft)["modules_to_save"] = names or None
 
 
 def _check_biases(peft: PeftConfig, biases: Iterable[nn.Parameter], model: str) -> None:
@@ -120,6 +133,8 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
         raise RecipeError("model.trainable is empty, so that nothing trains; name weights, or null to train all")
     names = [name for name, _ in model.named_parameters()]
     matched = matching(patterns, names, "model.trainable")
+    if isinstance(model, HasScore) and "score.weight" not in matched:
+        raise RecipeError("model.trainable leaves out the head that scores texts; add score to it")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in matched)
 

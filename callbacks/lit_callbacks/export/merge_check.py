@@ -54,8 +54,8 @@ class MergeReport:
     largest_difference: float
     """Largest absolute difference of a logit, at ``share`` of the positions."""
     largest_logit: float
-    divergence: float
-    """Kullback-Leibler divergence of the next-token distribution, in nats, mean over positions."""
+    divergence: float | None
+    """Kullback-Leibler divergence of the next-token distribution, in nats, mean over positions; None of scores."""
     bound: float
     """Upper bound of ``largest_difference``; infinite where it is only measured."""
     share: float = 1.0
@@ -65,8 +65,8 @@ class MergeReport:
         bound = "" if self.bound == float("inf") else f", bound {self.bound:.1e}"
         return (
             f"logits differ by {self.largest_difference:.1e} at most (of {self.largest_logit:.1f}{bound}"
-            f"{'' if self.share == 1 else f', at {self.share:.0%} of the positions'}), "
-            f"KL divergence {self.divergence:.1e}"
+            f"{'' if self.share == 1 else f', at {self.share:.0%} of the positions'})"
+            f"{'' if self.divergence is None else f', KL divergence {self.divergence:.1e}'}"
         )
 
 
@@ -85,9 +85,10 @@ def sample_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | N
 
 @torch.no_grad()
 def logits_of(model: "PeftModel | PreTrainedModel", ids: list[Tensor]) -> Tensor:
-    """Logits at all positions of all prompts, ``(tokens, vocabulary)``, fp32."""
+    """Logits at all positions of all prompts, ``(tokens, vocabulary)``, fp32; or the score of each prompt."""
     # Without a cache, with which xLSTM and Dory of transformers 5.24 fail.
-    return torch.cat([model(input_ids=prompt, use_cache=False).logits[0].float() for prompt in ids])
+    logits = [model(input_ids=prompt, use_cache=False).logits for prompt in ids]
+    return torch.cat([of_prompt.flatten(0, -2).float() for of_prompt in logits])
 
 
 def compare(expected: Tensor, got: Tensor, tolerance: float, share: float = 1.0) -> MergeReport:
@@ -110,9 +111,11 @@ def compare(expected: Tensor, got: Tensor, tolerance: float, share: float = 1.0)
     largest = float(expected.abs().max())
     count = math.ceil(share * len(got) - 1e-9)  # 0.55 * 20 is above 11 in floating point
     difference = float((expected - got).abs().amax(1).sort().values[count - 1])
-    logs = got.double().log_softmax(-1), expected.double().log_softmax(-1)
-    divergence = torch.nn.functional.kl_div(*logs, log_target=True, reduction="batchmean")
-    report = MergeReport(difference, largest, float(divergence), tolerance * max(largest, 1.0), share)
+    divergence = None
+    if expected.shape[1] > 1:  # one score has no distribution
+        logs = got.double().log_softmax(-1), expected.double().log_softmax(-1)
+        divergence = float(torch.nn.functional.kl_div(*logs, log_target=True, reduction="batchmean"))
+    report = MergeReport(difference, largest, divergence, tolerance * max(largest, 1.0), share)
     if not (torch.isfinite(got).all() and difference <= report.bound):
         raise MergeFailed(f"the merged model is not what was trained: {report}; nothing was written")
     return report
@@ -301,7 +304,7 @@ _STATISTICS = {torch.uint8, torch.int8, torch.float32}
 
 def _check_head(model: "PreTrainedModel") -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight.data_ptr() == head.weight.data_ptr():
+    if head is None or embedding.weight.data_ptr() == head.weight.data_ptr():
         return
     if ties_embeddings(model.config):
         raise MergeFailed(

@@ -49,7 +49,7 @@ from lit_callbacks.internals.transformers_internals import (
     save_under_own_names,
     scale_embeddings_as,
 )
-from lit_callbacks.protocols import SavesAdapter
+from lit_callbacks.protocols import HasScore, SavesAdapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -89,7 +89,9 @@ def unsplit(
         raise MergeFailed(f"{', '.join(missing[:3])} of the base are on no rank; nothing was written")
     full = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=of_base, dtype=base.dtype)
     save_under_names_of(full, base)
-    full.generation_config, full.name_or_path = base.generation_config, base.name_or_path
+    full.name_or_path = base.name_or_path
+    if base.can_generate():
+        full.generation_config = base.generation_config
     if not is_peft(model):
         return full
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -235,7 +237,7 @@ def save_merged(
     texts: Mapping[str, str] | None = None,
     text_only: bool = False,
 ) -> None:
-    """Write a model with its adapter merged, for ``AutoModelForCausalLM.from_pretrained``.
+    """Write a model with its adapter merged, for ``from_pretrained`` of its class in transformers.
 
     The model itself does not change: a copy on the CPU is merged. Before the folder gets its final name, the files are
     read back, and the logits of the read model are compared with those of the base model and adapter on some prompts.
@@ -258,7 +260,8 @@ def save_merged(
     check_mergeable(model, dtype, quantized_base)
     base = model.get_base_model() if is_peft(model) else model
     files = BaseFiles.of(base)
-    text_only = text_only or (files is not None and _must_stay_alone(base, files, quantized_base))
+    if files is not None:
+        text_only = text_only or _has_new_head(base, files) or _must_stay_alone(base, files, quantized_base)
 
     def write(temporary: Path) -> None:
         save = partial(_save, files=files, text_only=text_only, folder=temporary)
@@ -272,6 +275,11 @@ def save_merged(
         add_files(temporary, files, base, tokenizer, text_only)
 
     write_atomically(folder, write, None, texts)
+
+
+def _has_new_head(base: "PreTrainedModel", files: BaseFiles) -> bool:
+    """Whether a model scores texts, and its files are those of a causal language model, whose head it does not have."""
+    return isinstance(base, HasScore) and not any(name.endswith("score.weight") for name in files.tensors)
 
 
 def _must_stay_alone(base: "PreTrainedModel", files: BaseFiles, quantized_base: str | None) -> bool:
@@ -477,10 +485,11 @@ def check_mergeable(
     if is_peft(model) and not isinstance(model.base_model, Merges):
         method = model.active_peft_config.peft_type.value
         raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
-    if is_peft(model) and not _is_causal(base := model.get_base_model()):
+    if is_peft(model) and not _is_comparable(base := model.get_base_model()):
         raise ValueError(
-            f"a merge is verified by the logits of a causal language model of transformers, and {type(base).__name__} "
-            "is none; leave merged_dir out, and merge by the adapter's own merge_and_unload()"
+            "a merge is verified by the logits of a causal language model of transformers, or by the scores of one "
+            f"that scores texts, and {type(base).__name__} is neither; leave merged_dir out, and merge by the "
+            "adapter's own merge_and_unload()"
         )
     check_quantized_base(is_quantized(model.get_base_model() if is_peft(model) else model), dtype, quantized_base)
 
@@ -493,9 +502,11 @@ def _has_adapters(model: nn.Module) -> bool:
     return any(isinstance(part, BaseTunerLayer) for part in model.modules())
 
 
-def _is_causal(base: nn.Module) -> bool:
-    """Whether a model computes logits of the vocabulary from ``input_ids`` alone."""
-    return is_pretrained(base) and base.get_output_embeddings() is not None and not is_encoder_decoder(base.config)
+def _is_comparable(base: nn.Module) -> bool:
+    """Whether a model computes logits of the vocabulary, or scores of the text, from ``input_ids`` alone."""
+    if not is_pretrained(base) or is_encoder_decoder(base.config):
+        return False
+    return isinstance(base, HasScore) or base.get_output_embeddings() is not None
 
 
 def check_quantized_base(is_quantized: bool, dtype: torch.dtype | str | None, quantized_base: str | None) -> None:

@@ -81,5 +81,5 @@ def join_parts(base: PreTrainedModel, folder: Path) -> None:
     config = copy.deepcopy(base.config)
     config.architectures, config.dtype = [type(base).__name__], base.dtype
     config.save_pretrained(folder)
-    if base.generation_config is not None:
+    if base.can_generate() and base.generation_config is not None:
         base.generation_config.save_pretrained(folder)

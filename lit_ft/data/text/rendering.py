@@ -54,7 +54,12 @@ def is_closed(text: str, closing: str) -> bool:
 
 
 def chat_samples(
-    chat: Chat, template: ChatTemplate, supervise: Supervise, closing: str, notes: list[str]
+    chat: Chat,
+    template: ChatTemplate,
+    supervise: Supervise,
+    closing: str,
+    notes: list[str],
+    keeps_ending: bool = False,
 ) -> list[list[Piece]]:
     """Split a conversation into supervised and unsupervised text.
 
@@ -65,6 +70,8 @@ def chat_samples(
             assistant turn; all is every token up to the end of the last answer.
         closing: end-of-sequence token, for templates that do not close an assistant's turn with a special token.
         notes: list that names of ``tokenization.NOTES`` are appended to.
+        keeps_ending: whether a sample ends as the template ends the conversation after its last answer: with what it
+            writes behind the end of the turn, and without ``closing``.
 
     Returns:
         One sample, or several where the template changes earlier turns when more follow (for example, templates
@@ -91,15 +98,16 @@ def chat_samples(
     for i in turns:
         # Turn by turn: the texts up to all of them together take memory by the square of their number.
         before = before_last if i == turns[-1] else _before(chat, i, template)
-        before, turn = _cut(chat, i, before, _render(chat, i + 1, template), template, notes)
-        turn, has_end = template.cut_after_end_of_turn(turn)
+        before, rendered = _cut(chat, i, before, _render(chat, i + 1, template), template, notes)
+        turn, has_end = template.cut_after_end_of_turn(rendered)
         if not turn.removesuffix(template.ending).strip():
             if not chat.messages[i]["content"].strip() and "tool_calls" not in chat.messages[i]:
                 raise BadRow(f"turn {i + 1} ({chat.messages[i]['role']}) is blank; there is nothing to learn from it")
             raise BadRow(f"{template.name} shows nothing of turn {i + 1} ({chat.messages[i]['role']})")
         if _is_answer(chat, i):
             notes += _left_out(chat, i, before, turn, template)
-        if not has_end and _is_answer(chat, i):
+        is_ending = keeps_ending and i == turns[-1]
+        if not has_end and _is_answer(chat, i) and not is_ending:
             notes.append("end of turn added")
             turn += closing
         if not before.startswith(done):
@@ -107,6 +115,7 @@ def chat_samples(
             samples.append([])
             done = ""
         samples[-1] += [(before[len(done) :], supervise == "all"), (turn, True)]
+        samples[-1] += [(rendered[len(turn) :], False)] if is_ending else []
         done = before + turn
     return samples
 

@@ -76,6 +76,8 @@ class Preparation:
     """Number of processes that tokenize; None is one per CPU core for files of over 5 MB, else this process."""
     takes_questions: bool = False
     """Whether rows may lack their answer."""
+    keeps_ending: bool = False
+    """Whether conversations end as the chat template ends them."""
 
     @property
     def of_conversations(self) -> dict[str, str]:
@@ -99,6 +101,7 @@ class Preparation:
             overlong=self.overlong,
             template_options=self.template_options,
             takes_questions=self.takes_questions,
+            keeps_ending=self.keeps_ending,
         )
 
     def _format(self, source: Source) -> str:

@@ -112,6 +112,8 @@ class Tokenization:
     template_options: dict[str, object] | None = None
     takes_questions: bool = False
     """Whether a row may lack its answer, in whose place it then gets ``formats.OPEN``."""
+    keeps_ending: bool = False
+    """Whether a conversation ends as the template ends it, with what it writes behind the last answer's end of turn."""
 
     def __getstate__(self) -> dict[str, object]:
         # A compiled template cannot be pickled; each process compiles its own.
@@ -299,7 +301,8 @@ class Tokenization:
             try:
                 if isinstance(example, Chat):
                     noted += [_KEY + key for key in self.drop_unused_keys(example)]
-                    own = chat_samples(example, self.template_of(example), self.supervise, closing, noted)
+                    how = self.supervise, closing, noted, self.keeps_ending
+                    own = chat_samples(example, self.template_of(example), *how)
                     if not all(map(self.template.uses, example.options)):
                         noted.append("options left out")
                 else:

@@ -18,6 +18,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals import torch as torch_internals
 from lit_ft.model import rotary_embedding
 from lit_ft.model.activations.checkpointing import Checkpointing
+from lit_ft.model.architecture import head_layer
 from lit_ft.model.attention.packed_attention import PACKED
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_of, pick_attention
@@ -223,7 +224,7 @@ class ParallelDims:
                 f"states of the one before ({', '.join(beside)}), which stages do not pass on; use "
                 "tensor_parallel_size and data_parallel_size"
             )
-        head = base.get_output_embeddings()
+        head = head_layer(base)
         stages = self.layers_of_stages(sizes, base)
         for number, of_stage in enumerate(stages):
             edges = [base.get_input_embeddings()] * (number == 0) + [head] * (number == len(stages) - 1)
@@ -293,7 +294,7 @@ class ParallelDims:
                 f"{len(layers) // pipeline_parallel.stages_per_rank(self.schedule)}"
             )
         # The last stage also computes the head; the embedding is a look-up, with negligible cost.
-        head = sum(p.numel() for p in base.get_output_embeddings().parameters())
+        head = sum(p.numel() for p in head_layer(base).parameters())
         costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
         costs[-1] += head
         return split_evenly(costs, stages)
@@ -366,7 +367,7 @@ def base_of(module: nn.Module) -> PreTrainedModel:
         RecipeError: the module contains none.
     """
     for candidate in module.modules():
-        if isinstance(candidate, PreTrainedModel) and candidate.get_output_embeddings() is not None:
+        if isinstance(candidate, PreTrainedModel) and head_layer(candidate) is not None:
             return candidate
     raise RecipeError(
         f"ModelParallelStrategy needs a Hugging Face causal LM, and {type(module).__name__} holds none; use ddp or "

@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from lit_ft import packed_batch
 from lit_ft.gradient_norm import local
 from lit_ft.internals.torch import HAS_DEFERRED_REDUCTION, with_submodules
+from lit_ft.model.architecture import head_layer, replace_head
 from lit_ft.model.loading import head_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.protocols import SplitsForward
@@ -76,7 +77,7 @@ def drop_layers(base: PreTrainedModel, keep: Sequence[range], is_first: bool, is
     for name in ([] if is_first else before) + ([] if is_last else after):
         setattr(decoder, name, PipelineIdentityLayer())
     if not is_last:
-        base.set_output_embeddings(PipelineIdentityLayer())
+        replace_head(base, PipelineIdentityLayer())
 
 
 class _Entry(nn.Module):
@@ -123,7 +124,7 @@ class StageModule(nn.Module):
         before, after = edges_of(base)
         for name in ([] if self.is_first else before) + ([] if self.is_last else after):
             setattr(self.decoder, name, PipelineIdentityLayer())
-        self.head = base.get_output_embeddings() if self.is_last else None
+        self.head = head_layer(base) if self.is_last else None
         self._logits = head_of(base)
         self._module = [module]  # in a list, so that it is not registered as a submodule
         self.packed_batches: Sequence[PackedBatch] = ()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lit_callbacks.protocols import HasScore
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -106,6 +107,8 @@ class TensorParallel:
             self.shard_embedding(embedding)
         if isinstance(head := base.get_output_embeddings(), nn.Linear | BaseTunerLayer | ModulesToSaveWrapper):
             self.shard_head(head)
+        elif isinstance(base, HasScore):
+            self.keep(base.score, Replicate())  # its input is that of all tokens, also under sequence parallelism
         for module in base.modules():
             if any(not isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
                 self._keep_local(module, self._in_stream)

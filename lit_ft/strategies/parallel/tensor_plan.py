@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import own_parameters
 from lit_ft.internals.transformers import global_value
-from lit_ft.model.architecture import Architecture
+from lit_ft.model.architecture import Architecture, head_layer
 from lit_ft.model.loading import decoder_layers
 from lit_ft.model.parameter_patterns import layers_by_wildcard
 from lit_ft.tuning.lora import expert_lora
@@ -82,7 +82,7 @@ class Plan:
             style = _STYLES.get(styles.get(layers_by_wildcard(name), ""))
             if style is not None:
                 self.styles[module] = style
-        edges = {base.get_input_embeddings(), base.get_output_embeddings()}
+        edges = {base.get_input_embeddings(), head_layer(base)}
         if not set(self.styles) - edges:
             raise RecipeError(
                 f"tensor parallelism: Hugging Face has no plan for {type(base).__name__}; give one by "
@@ -140,7 +140,7 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
     for module, style in plan.styles.items():
         if style == EXPERTS:
             _check_experts(module, size)
-        if style in (WHOLE_OUT, WHOLE_IN) and module is not base.get_output_embeddings():
+        if style in (WHOLE_OUT, WHOLE_IN) and module is not head_layer(base):
             weight = next(module.parameters())
             width = weight.shape[0 if style == WHOLE_OUT else -1]
             if width % size:

@@ -5,13 +5,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.gradient_norm import local
+from lit_ft.model.architecture import head_layer
 
 
 class TiedEmbeddings:
     """Two copies of a tied weight, kept equal, and counted and saved once."""
 
     def __init__(self, module: nn.Module, base: PreTrainedModel) -> None:
-        edges = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+        edges = {"embedding": base.get_input_embeddings(), "head": head_layer(base)}
         self.copy_in_base = _name_of_weight(base, edges["head"])
         """Name of the second copy in the Hugging Face model; it is not saved."""
         self.names = {which: _name_of_weight(module, edge) for which, edge in edges.items()}

@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 from lit_callbacks.distributed.host_copy import queued_copy
+from lit_callbacks.protocols import HasScore
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +24,13 @@ from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pad_to_multiple
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.cuda_graphs import DecoderGraphs, check_attention
-from lit_ft.training.loss.token_cross_entropy import LossOf, LossOfLogits, token_cross_entropy, tokens_per_chunk
+from lit_ft.training.loss.token_cross_entropy import (
+    LossOf,
+    LossOfLogits,
+    negative_score,
+    token_cross_entropy,
+    tokens_per_chunk,
+)
 from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.tuning import prompt_learning
@@ -151,7 +158,7 @@ class PackedForward:
 
         ``loss_of`` is a loss of the tokens' cross-entropy in place of its sum, or factors on it, or takes its place.
         """
-        head = self.base.get_output_embeddings()
+        head = loading.head_layer(self.base)
         return token_cross_entropy(
             hidden[0].index_select(0, batch["predict_at"]),  # an index in brackets sorts in its backward pass on CUDA
             self.head,
@@ -160,6 +167,7 @@ class PackedForward:
             head_parameters=loading.head_parameters(self.base),
             is_compiled=self.fuses_loss,
             loss_of=loss_of,
+            from_logits=negative_score if isinstance(self.base, HasScore) else None,
         )
 
     def take_router_loss(self, tokens: int, metrics: StageMetrics) -> Tensor | float:

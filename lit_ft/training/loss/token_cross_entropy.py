@@ -68,6 +68,7 @@ def token_cross_entropy(
     head_parameters: Sequence[Tensor] = (),
     is_compiled: bool = False,
     loss_of: LossOf | LossOfLogits | TokenWeights | Tensor | None = None,
+    from_logits: FromLogits | None = None,
 ) -> TokenLoss:
     """Sum of the cross-entropy over supervised tokens, weighted or not, or another loss of them, chunk by chunk.
 
@@ -89,6 +90,7 @@ def token_cross_entropy(
         is_compiled: whether torch.compile fuses what follows the head on CUDA.
         loss_of: loss in place of the sum, or weights of the tokens in it, also as a tensor ``(n,)``, fp32; or what
             takes the place of the cross-entropy, of which the loss is the sum.
+        from_logits: takes the place of the cross-entropy in all else.
 
     Raises:
         ValueError: ``hidden`` and ``targets`` disagree in length.
@@ -96,10 +98,11 @@ def token_cross_entropy(
     if len(hidden) != len(targets):
         raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets; one each is needed")
     trains = [p for p in head_parameters if p.requires_grad and torch.is_grad_enabled()]
-    from_logits: FromLogits | LossOfLogits = _compiled() if is_compiled and hidden.is_cuda else _from_logits
+    computes: FromLogits | LossOfLogits = _compiled() if is_compiled and hidden.is_cuda else _from_logits
     if isinstance(loss_of, LossOfLogits):
-        from_logits, loss_of, head = loss_of, None, partial(_whole_logits, head)
-    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, from_logits, loss_of, *trains))
+        computes, loss_of, head = loss_of, None, partial(_whole_logits, head)
+    computes = from_logits or computes
+    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, computes, loss_of, *trains))
 
 
 def tokens_per_chunk(vocabulary: int, device: str) -> int:
@@ -232,6 +235,12 @@ def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[T
         if has_gradient:
             logits[part] = log_p.exp_().scatter_add_(1, target, torch.full_like(log_p[:, :1], -1.0))
     return losses, right, logits if has_gradient else None
+
+
+def negative_score(scores: Tensor, targets: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``FromLogits`` of a head that scores texts, ``(m, 1)``: the better a text, the lower its loss."""
+    gradient = torch.full_like(scores, -1.0) if has_gradient else None
+    return -scores[:, 0].float(), targets.new_zeros(()), gradient
 
 
 def _in_one_expression(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:

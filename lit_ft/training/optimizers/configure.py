@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import head_layer
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import MayStream
@@ -46,7 +47,7 @@ def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     """Two-dimensional weights of a module, except those of embeddings and output heads."""
     outer: set[nn.Parameter] = set()
     for part in module.modules():
-        head = part.get_output_embeddings() if isinstance(part, PreTrainedModel) else None
+        head = head_layer(part) if isinstance(part, PreTrainedModel) else None
         for edge in (part if isinstance(part, nn.Embedding) else None, head):
             outer |= set() if edge is None else set(edge.parameters())
     return {p for p in module.parameters() if len(full_shape(p)) == 2} - outer

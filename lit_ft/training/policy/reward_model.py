@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from lit_callbacks.protocols import HasScore
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError, check_counts, check_types, first_line, option_called
@@ -16,13 +15,6 @@ from lit_ft.model.render_limits import render_chat
 from lit_ft.training.policy.rewards import Reward, SampledAnswer
 
 _OPTION = "model.rewards: RewardModel.pretrained"
-
-
-@runtime_checkable
-class HasScore(Protocol):
-    """Decoder with a linear layer from the last token's hidden state to the labels, as transformers builds it."""
-
-    score: nn.Linear
 
 
 class RewardModel(Reward):

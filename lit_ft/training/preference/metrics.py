@@ -1,5 +1,6 @@
 """Metrics of preference tuning, means over pairs and over answers."""
 
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ _OF_CHOSEN, _OF_REJECTED = ("reward_chosen", "log_prob_chosen"), ("reward_reject
 
 
 class PairMetrics(StageMetrics):
-    """Mean loss over the pairs of a stage, and means of what ``NAMES`` has.
+    """Mean loss over the pairs of a stage, and means of what ``measured`` names.
 
     ``reward_accuracy`` is the share of pairs whose chosen answer has the higher reward, ``reward_margin`` how much
     higher it is; ``log_prob_*`` are log-probabilities of whole answers. Where answers are unpaired, a missing one has
@@ -32,9 +33,9 @@ class PairMetrics(StageMetrics):
 
     shown = ("reward_accuracy", "reward_margin")
 
-    def __init__(self, objective: Objective, has_router_loss: bool = False) -> None:
+    def __init__(self, objective: Objective, has_router_loss: bool = False, measured: Collection[str] = NAMES) -> None:
         super().__init__(has_router_loss)
-        self.objective = objective
+        self.objective, self.measured = objective, measured
         self.means = TokenMean((2 + len(_OF_CHOSEN + _OF_REJECTED),))
         self._answers: set[int] = set()
         """Whether there are chosen answers (0) and rejected ones (1), on any rank."""
@@ -58,7 +59,7 @@ class PairMetrics(StageMetrics):
         found = {"reward_accuracy": accuracy, **({"kl": divergence} if self.objective.needs_divergence else {})}
         every = dict(zip(_OF_CHOSEN + _OF_REJECTED, of_answers, strict=True))
         for number, names in enumerate((_OF_CHOSEN, _OF_REJECTED)):
-            found |= {name: every[name] for name in names if number in self._answers}
+            found |= {name: every[name] for name in names if number in self._answers and name in self.measured}
         if len(self._answers) == 2:
             found["reward_margin"] = every["reward_chosen"] - every["reward_rejected"]
         self._answers = set()

@@ -56,8 +56,8 @@ class PreferenceLM(CausalLM):
         self.objective = objective or DPO()
         check_objective(self.objective)
         has_router_loss = self.spec.router_aux_loss is not None
-        self.train_metrics = PairMetrics(self.objective, has_router_loss)
-        self.val_metrics, self.test_metrics = PairMetrics(self.objective), PairMetrics(self.objective)
+        self.train_metrics = PairMetrics(self.objective, has_router_loss, self.measured)
+        self.val_metrics, self.test_metrics = (PairMetrics(self.objective, False, self.measured) for _ in range(2))
         self._reference = ReferenceLogProbs()
         self._divergence: dict[str, Tensor] = {}
         """Scalar, fp32, by split: of the optimizer step, or of the set."""
@@ -73,6 +73,11 @@ class PreferenceLM(CausalLM):
     def takes_unpaired(self) -> bool:
         """Whether the objective has a loss of a pair of which one answer is missing."""
         return self.objective.takes_unpaired
+
+    @property
+    def scores_texts(self) -> bool:
+        """Whether whole conversations have a score, and not the tokens of answers a probability."""
+        return self.spec.base.head == "score"
 
     def describe_objective(self) -> str:
         """Text on what answers train it, and by which objective."""

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from compared_strategies import STRATEGIES, assert_same, sgd
 from lightning.pytorch import Callback
 from preference_pairs import LORA, data_of, fit, write_judged, write_pairs
 from ranks import LiveRanks
 
-from lit_ft import DPO, KTO, PreferenceLM
+from lit_ft import DPO, KTO, PreferenceLM, RewardLM
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("preference")]  # its tests share ranks and fits
 
@@ -36,6 +37,12 @@ def _fit(make_trainer: Any, folder: str, path: str, how: dict[str, Any], name: s
 WAYS: dict[str, dict[str, Any]] = {
     "adapter": {},
     "everything": {"model": {"peft": None, "objective": DPO(beta=0.5, nll_weight=0.3)}},
+    "scores": {"kind": RewardLM, "model": {"center_weight": 0.1}},
+    "scores by all weights": {
+        "kind": RewardLM,
+        "model": {"peft": None},
+        "optimizer": partial(torch.optim.SGD, lr=0.01),
+    },
     "judged": {"model": {"objective": KTO(beta=0.5)}, "data": {"format": "unpaired_preference"}},
 }
 
@@ -45,6 +52,8 @@ WAYS: dict[str, dict[str, Any]] = {
     [
         *((name, "adapter") for name in ("ddp", "fsdp", "zero3", "tp2", "cp2", "pp2")),
         *((name, "everything") for name in ("fsdp", "zero3", "tp2", "cp2 x pp2")),  # with a head that trains
+        *((name, "scores") for name in ("ddp", "fsdp", "zero3", "tp2", "cp2 x pp2")),
+        *((name, "scores by all weights") for name in ("fsdp", "zero3", "tp2", "pp2")),
         *((name, "judged") for name in ("ddp", "fsdp", "zero3", "tp2", "cp2 x pp2")),
     ],
 )
