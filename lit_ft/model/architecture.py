@@ -16,9 +16,10 @@ Decoder = Callable[..., ModelOutput]
 ``(samples, length, H)``."""
 
 
-def head_layer(model: PreTrainedModel) -> nn.Module:
+def head_layer(model: PreTrainedModel) -> nn.Linear:
     """Last layer of a model, from hidden states to logits or a score; None in a model that has none of them."""
-    return model.score if isinstance(model, HasScore) else model.get_output_embeddings()
+    head: nn.Linear = model.score if isinstance(model, HasScore) else model.get_output_embeddings()
+    return head
 
 
 def replace_head(model: PreTrainedModel, layer: nn.Module) -> None:

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.distributed.gather import full_shape, is_zero3
 from lit_callbacks.export.base_files import BaseFiles
 from lit_callbacks.internals.transformers_internals import names_in_model
 from lit_callbacks.output.heartbeat import heartbeat
@@ -335,6 +336,7 @@ def _read(
     missing = sorted(report["missing_keys"])
     if head == "score" and missing == [_SCORE]:
         rank_zero_info(f"model.pretrained={pretrained!r} has no head that scores texts: a new one is drawn")
+        _draw_score(model)
     elif missing:
         raise RecipeError(
             f"model.pretrained={pretrained!r} lacks weights of the model, which would be random "
@@ -345,6 +347,24 @@ def _read(
         finite_weights.check_base(model, pretrained)
     quantized_base.prepare_for_training(model)
     return model
+
+
+def _draw_score(model: PreTrainedModel) -> None:
+    """Draw the weight of a new head, the same on every rank, for each dtype that files are read in, and on any device.
+
+    Its distribution is that of transformers' new layers.
+    """
+    std, own = model.config.get_text_config().initializer_range, torch.Generator().manual_seed(torch.initial_seed())
+    assert isinstance(model, HasScore)
+    weight = model.score.weight
+    drawn = torch.empty(full_shape(weight), device="cpu").normal_(std=std, generator=own)
+    if not is_zero3(weight):
+        weight.data = drawn.to(weight.device, deferred_cast.final_dtype(weight) or weight.dtype)
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        weight.data.copy_(drawn)
 
 
 def _read_in(pretrained: str, dtype: torch.dtype | Literal["auto"], options: dict[str, object], head: Head) -> Reading:

@@ -25,7 +25,7 @@ from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype, check_target_module_exists
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError, explained
@@ -83,6 +83,8 @@ def add_peft(
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
     _correct_layers(wrapped)
+    if isinstance(model, HasScore) and in_float32:
+        _keep_head_in_float32(model)
     check_ranks(wrapped)
     _check_trained_twice(wrapped)
     _check_biases(peft, biases, type(model).__name__)
@@ -101,6 +103,17 @@ def _let_peft_train_head(peft: PeftConfig) -> None:
     """
     names = [name for name in peft.to_dict()["modules_to_save"] or () if name not in ("classifier", "score")]
     vars(peft)["modules_to_save"] = names or None
+
+
+def _keep_head_in_float32(model: HasScore) -> None:
+    """Keep the head that trains beside the adapter in its dtype, which loses no steps, in a model of any dtype."""
+    assert isinstance(model.score, ModulesToSaveWrapper)
+    for head in model.score.modules_to_save.values():
+        head.float().register_forward_pre_hook(_in_own_dtype)
+
+
+def _in_own_dtype(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0].to(next(head.parameters()).dtype),)
 
 
 def _check_biases(peft: PeftConfig, biases: Iterable[nn.Parameter], model: str) -> None:
