@@ -42,7 +42,7 @@ from lit_ft.model.architecture import Architecture
 from lit_ft.model.generation import stop_ids
 from lit_ft.model.loading import skeleton
 from lit_ft.packed_batch import pack_samples
-from lit_ft.protocols import ChecksData, LearnsFromTeacher, SamplesAnswers
+from lit_ft.protocols import ChecksData, LearnsFromTeacher, LearnsPreferences, SamplesAnswers
 from lit_ft.recipe.allowed_code import as_options
 from lit_ft.recipe.option_parser import OptionParser, whole_number
 from lit_ft.recipe.trainer_checks import check_trainer, quiet_trainer
@@ -185,8 +185,10 @@ class CheckCLI(RecipeCLI):
         shared = [] if data.val_fraction else shared_content(splits.sources["train"], splits.sources["val"])
         judge_repetition(train, splits.get("val"), shared, report)
         if isinstance(self.model, CausalLM):
-            report.facts |= describe_ends(report.sources["train"], report.is_answered)
-            report.facts["end tokens that generation stops at"] = generation_ends(self.model, tokenizer)
+            report.scores_texts = isinstance(self.model, LearnsPreferences) and self.model.scores_texts
+            if not report.scores_texts:
+                report.facts |= describe_ends(report.sources["train"], report.is_answered)
+                report.facts["end tokens that generation stops at"] = generation_ends(self.model, tokenizer)
             leak = leak_probe(self.model)
             report.facts["leak probe"] = (
                 f"a sample's losses move by {leak:.1g} when its neighbor in the packed batch changes"

@@ -79,6 +79,8 @@ class Report:
     titles: list[str] = field(default_factory=list)
     """What each of the examples is."""
     has_pairs: bool = False
+    scores_texts: bool = False
+    """Whether the model scores whole conversations."""
     is_answered: bool = False
     """Whether the model trains on answers of its own, and compares them with the last answers of the data."""
     compared: list[Prepared] = field(default_factory=list)
@@ -87,6 +89,8 @@ class Report:
     @property
     def marked(self) -> str:
         """What is marked in the examples."""
+        if self.scores_texts:
+            return "answer"
         return "known answer" if self.is_answered else "supervised tokens"
 
 

@@ -1,11 +1,12 @@
 """A reward model: a sequence classifier of Hugging Face with one label, which says how good an answer is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.protocols import HasScore
+from lit_callbacks.protocols import HasScore, Message
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError, check_counts, check_types, first_line, option_called
@@ -82,15 +83,35 @@ class RewardModel(Reward):
         rank_zero_info(f"reward model: {self.pretrained}, {count:,} parameters in {dtype}".replace("torch.", ""))
         return model.requires_grad_(False).eval()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def of(self, answers: Sequence[SampledAnswer]) -> Sequence[float]:
         """Score of each answer.
 
         Raises:
             RecipeError: a conversation with its answer has more tokens than the model has positions.
         """
-        texts = [render_chat(self._tokenizer, self._turns(one), tools=one.tools) for one in answers]
+        return self._of_texts([self._text(self._turns(one), one.tools) for one in answers])
+
+    def scores(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[float]:
+        """Score of each conversation, which ends with the answer.
+
+        Args:
+            conversations: turns of each, with role and content.
+            tools: JSON schemas of the functions that may be called in all of them.
+
+        Raises:
+            RecipeError: as ``check`` and ``of``.
+        """
+        self.check()
+        return self._of_texts([self._text(list(turns), tools) for turns in conversations])
+
+    def _text(self, turns: list[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return render_chat(self._tokenizer, turns, tools=tools)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _of_texts(self, texts: Sequence[str]) -> Sequence[float]:
         ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         longest, fix = max(map(len, ids), default=0), "set model.max_new_tokens or data.max_length lower"
         name = f"the reward model {self.pretrained!r}"
@@ -104,7 +125,7 @@ class RewardModel(Reward):
         return scores.tolist()
 
     @staticmethod
-    def _turns(one: SampledAnswer) -> list[dict[str, object]]:
+    def _turns(one: SampledAnswer) -> list[Message]:
         return [*map(dict, one.messages), {"role": "assistant", "content": one.answer}]
 
     def _scores(self, ids: Sequence[list[int]]) -> torch.Tensor:

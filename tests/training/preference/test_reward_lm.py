@@ -121,6 +121,7 @@ def test_what_is_saved_has_the_scores_of_training(
     answers = [SampledAnswer("", turns[-1]["content"], "", 1, "stop", {}, turns[:-1]) for turns in chosen]
     merged = RewardModel(str(tmp_path / "merged"))
     merged.check()
+    assert merged.scores(chosen) == merged.of(answers)
     assert sum(merged.of(answers)) / len(answers) == pytest.approx(expected, rel=tolerance, abs=tolerance)
     base = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1, dtype=dtype)
     base.config.pad_token_id = None
