@@ -16,6 +16,7 @@ from lit_ft import (
     OnPolicyDistillationLM,
     PolicyLM,
     PreferenceLM,
+    RewardLM,
     TextDataModule,
     schedules,
 )
@@ -27,7 +28,7 @@ SECTIONS = {
     "model.algorithm": [GRPO],
     "model.objective": [DPO, KTO],
     "model.divergence": [JensenShannon],
-    "model": [PreferenceLM, PolicyLM, DistillationLM, OnPolicyDistillationLM],
+    "model": [PreferenceLM, RewardLM, PolicyLM, DistillationLM, OnPolicyDistillationLM],
     "data": [TextDataModule],
     "trainer": [Trainer],
     "optimizer": [torch.optim.AdamW],

@@ -72,13 +72,14 @@ def test_both_pages_of_preference_tuning_have_the_same_commands_and_they_parse(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     of_page = [re.findall(r"^    python -m lit_ft ((?:[^\n\\]|\\\n)*)$", text, re.M) for text in PREFERENCES.values()]
-    assert len(of_page[0]) == 9
+    assert len(of_page[0]) == 11
     assert of_page[0] == of_page[1]
     for command in of_page[0]:
         with pytest.raises(SystemExit) as stop:
             main([*command.replace("\\\n", " ").replace("check", "fit").split(), "--print_config"])
         assert stop.value.code == 0
         objective = "lit_ft.KTO" if "kto" in command.lower() else "lit_ft.DPO"
+        objective = "lit_ft.RewardLM" if "reward" in command else objective
         assert objective in capsys.readouterr().out or "preference" not in command
 
 
