@@ -1,11 +1,13 @@
-"""Preference tuning beside TRL's DPOTrainer and KTOTrainer: the losses, and what they take in time and memory.
+"""Preference tuning beside TRL's DPOTrainer, KTOTrainer, RewardTrainer: losses, and what they take in time and memory.
 
     python -m benchmarks.peers.environments --root ENVIRONMENTS trl
     python -m benchmarks.preference_tuning --environments ENVIRONMENTS --shape 0.1b --rounds 3
     python -m benchmarks.preference_tuning --environments ENVIRONMENTS --shape 0.1b --rounds 3 --objective kto
+    python -m benchmarks.preference_tuning --environments ENVIRONMENTS --shape 0.1b --rounds 3 --objective reward
 
-DPO or KTO of one adapter (LoRA on all linear layers) in float32, on texts made from alpaca-style rows: the chosen
-answer is the row's own, the rejected one that of the next row; for KTO every second answer is a rejected one. Time is
+DPO, KTO or a reward model, by one adapter (LoRA on all linear layers) in float32, on texts made from alpaca-style rows:
+the chosen answer is the row's own, the rejected one that of the next row; for KTO every second answer is a rejected
+one. The head of a reward model trains beside the adapter, and is the same to begin with. Time is
 that from the beginning of training, the reference included, to the end of the last step; each contestant runs in its
 own process, in alternating order, and medians are printed. The largest relative difference of a step's loss to lit_ft's
 shows that the work is equal; of KTO it holds the estimate of the divergence, for which TRL pairs prompts with other
@@ -16,6 +18,10 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification
 
 from benchmarks.beside_trl import (
     chosen_of,
@@ -29,7 +35,7 @@ from benchmarks.beside_trl import (
 )
 from benchmarks.compare import environment
 from benchmarks.contestants import Contestant
-from benchmarks.peers.job import Job
+from benchmarks.peers.job import LORA_ALL_LINEAR, Job
 from benchmarks.processes import Run
 
 _OURS = Contestant("lit_ft", "lit_ft", "lit_ft_preference", None)
@@ -46,12 +52,15 @@ CONTESTANTS = {
         Contestant("trl", "TRL KTOTrainer", "trl_preference", "trl"),
         Contestant("trl_before", "TRL, reference before training", "trl_preference", "trl", _BEFORE),
     ],
+    "reward": [_OURS, Contestant("trl", "TRL RewardTrainer", "trl_preference", "trl")],
 }
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Job:
     """Write the model, its adapter and the pairs, or an answer of each."""
-    model, _, rows = write_weights(folder, options)
+    model, adapter, rows = write_weights(folder, options)
+    if options.objective == "reward":
+        _give_score(model, adapter)
     chosen = rows[: options.pairs]
     pairs = [
         {"prompt": f"{one['instruction']}\n{one.get('input') or ''}\n\n", "chosen": one["output"], "rejected": other}
@@ -62,8 +71,17 @@ def prepare(folder: Path, options: argparse.Namespace) -> Job:
         for n, pair in enumerate(pairs)
     ]
     path = folder / "rows.json"
-    path.write_text(json.dumps(pairs if options.objective == "dpo" else judged), encoding="utf-8")
+    path.write_text(json.dumps(judged if options.objective == "kto" else pairs), encoding="utf-8")
     return Job(str(model), str(path), options.micro_batch_size, 1, options.device, options.max_length)
+
+
+def _give_score(folder: Path, adapter: Path) -> None:
+    """Make a reward model of a causal language model in a folder, with an adapter for it."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    model.save_pretrained(folder)
+    lora = LoraConfig(**{**LORA_ALL_LINEAR, "task_type": "SEQ_CLS"})
+    get_peft_model(model, lora).save_pretrained(adapter)
 
 
 def row_of(name: str, runs: list[Run], losses: list[float], pairs: int) -> str:
@@ -87,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         job = prepare(folder, options)
         given = {"adapter": str(folder / "adapter"), "epochs": options.epochs, "objective": options.objective}
         runs = run_rounds(chosen, job, given, options, folder)
-    losses, per = runs[chosen[0].key][0].get("losses", []), "pairs" if options.objective == "dpo" else "answers"
+    losses, per = runs[chosen[0].key][0].get("losses", []), "answers" if options.objective == "kto" else "pairs"
     print(f"{environment()}\n\n| trainer | time | {per}/s | peak memory | loss differs by |\n|---|---|---|---|---|")
     for one in chosen:
         print(row_of(one.name, runs[one.key], losses, options.pairs * options.epochs))

@@ -59,10 +59,10 @@ def losses_of(state: TrainerState) -> list[float]:
     return [entry["loss"] for entry in state.log_history if "loss" in entry]
 
 
-def base_model(job: Job, options: dict[str, Any]) -> Any:
+def base_model(job: Job, options: dict[str, Any], model_of: Any = AutoModelForCausalLM) -> Any:
     """Load the model; takes ``weights`` (by default float32) and ``attn_implementation`` out of the options."""
     dtype, attention = options.pop("weights", "float32"), options.pop("attn_implementation", None)
-    return AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, dtype), attn_implementation=attention)
+    return model_of.from_pretrained(job.model, dtype=getattr(torch, dtype), attn_implementation=attention)
 
 
 def run(job: Job) -> Measured:
