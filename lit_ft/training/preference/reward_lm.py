@@ -20,6 +20,7 @@ from lit_ft.packed_batch import PackedBatch
 from lit_ft.training.answer_scores.exact_match import ExactMatch
 from lit_ft.training.preference.objectives import AnswerLogProbs, Objective
 from lit_ft.training.preference.preference_lm import PreferenceLM
+from lit_ft.tuning.lora_init import init_of
 
 _ASKING = (ExactMatch, ForgettingProbe, SampleGenerations)
 """Callbacks that ask a causal language model for answers, or for the loss of texts."""
@@ -74,6 +75,11 @@ class RewardLM(PreferenceLM):
         """
         check_types("model", RewardLM.__init__, {"center_weight": center_weight})
         super().__init__(pretrained, objective=BradleyTerry(center_weight), **kwargs)
+        if init_of(self.spec.tuning.peft) == "lora_ga":
+            raise RecipeError(
+                "model.peft: init_lora_weights='lora_ga' looks at gradients of the tokens of answers, and a reward "
+                "model has one score of a text; take another init"
+            )
         self.spec = replace(self.spec, base=replace(self.spec.base, head="score"))
 
     def _with_reference(self, batch: PackedBatch | Mapping[str, Tensor], split: str) -> PackedBatch:
@@ -84,7 +90,7 @@ class RewardLM(PreferenceLM):
         super().configure_model()
         config, padding = self.base_model.config.get_text_config(), self.tokenizer.pad_token_id
         padding = padding if config.pad_token_id is None else config.pad_token_id
-        if padding == _last_token(self.tokenizer):
+        if padding is not None and padding == _last_token(self.tokenizer):
             rank_zero_info(
                 f"the padding token {self.tokenizer.convert_ids_to_tokens(padding)!r} also ends texts, so that the "
                 "config of the reward model gets none: transformers takes the score before padding, and now of one "

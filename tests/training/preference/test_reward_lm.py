@@ -168,6 +168,10 @@ def test_the_padding_token_does_not_hide_the_end_of_texts(make_trainer: Any, tmp
         ({"center_weight": -1.0}, r"model.center_weight=-1.0 must be 0 or above"),
         ({"peft": PromptTuningConfig(num_virtual_tokens=4)}, "PromptTuningConfig cannot train the head that scores"),
         ({"trainable": ["norm"]}, "model.trainable leaves out the head that scores texts; add score"),
+        (
+            {"peft": LoraConfig(init_lora_weights="lora_ga")},
+            "init_lora_weights='lora_ga' looks at gradients by the tokens",
+        ),
         ({"peft": LoraConfig(task_type="TOKEN_CLS")}, "task_type=TOKEN_CLS is not for reward models"),
     ],
 )
