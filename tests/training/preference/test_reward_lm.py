@@ -170,7 +170,7 @@ def test_the_padding_token_does_not_hide_the_end_of_texts(make_trainer: Any, tmp
         ({"trainable": ["norm"]}, "model.trainable leaves out the head that scores texts; add score"),
         (
             {"peft": LoraConfig(init_lora_weights="lora_ga")},
-            "init_lora_weights='lora_ga' looks at gradients by the tokens",
+            "'lora_ga' looks at gradients of the tokens of answers",
         ),
         ({"peft": LoraConfig(task_type="TOKEN_CLS")}, "task_type=TOKEN_CLS is not for reward models"),
     ],
