@@ -1,6 +1,7 @@
 """State of a run: its finished marker, its session number, and exports that a killed run has not written."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.durable_writes import write_durably
@@ -86,11 +87,23 @@ class RunState(Callback):
             checkpoint[UNLOGGED] = metrics
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Checkpoint) -> None:
-        """Read metrics that the earlier process may not have logged, and whether ``EarlyStopping`` ended the run."""
+        """Read metrics that the earlier process may not have logged, and adapt the saved state of callbacks."""
         self._unlogged = checkpoint.get(UNLOGGED)
+        states = checkpoint.get("callbacks", {})
+        for saver in self._savers_here(trainer):
+            if (state := states.get(saver.state_key)) is not None:
+                _follow_folder(saver, state)
         for stop in _early_stops(trainer):
-            if (state := checkpoint.get("callbacks", {}).get(stop.state_key)) is not None:
+            if (state := states.get(stop.state_key)) is not None:
                 trainer.should_stop |= _goes_by_recipe(stop, state)
+
+    def _savers_here(self, trainer: Trainer) -> list[ModelCheckpoint]:
+        """Callbacks that save in the run folder, where the run goes on from one of its own checkpoints."""
+        here = os.path.realpath(self.checkpoints)
+        if os.path.realpath(Path(trainer.ckpt_path or "").parent) != here:
+            return []
+        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        return [one for one in savers if os.path.realpath(one.dirpath or "") == here]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics that the earlier process may not have logged, and say how much of ``max_time`` is left."""
@@ -159,6 +172,22 @@ class RunState(Callback):
         for callback in callbacks:
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
+
+
+def _follow_folder(saver: ModelCheckpoint, state: dict[str, Any]) -> None:
+    """Let the paths in a saved state, changed in place, follow the run folder, which was moved or copied since.
+
+    Lightning would forget the best checkpoints of a callback that saved elsewhere.
+    """
+    before, now = state["dirpath"], str(saver.dirpath)
+    for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
+        state[name] = _moved(state[name], before, now)
+    state["best_k_models"] = {_moved(path, before, now): score for path, score in state["best_k_models"].items()}
+    state["dirpath"] = now
+
+
+def _moved(path: str, before: str, now: str) -> str:
+    return str(Path(now) / Path(path).relative_to(before)) if Path(path).is_relative_to(before) else path
 
 
 def _early_stops(trainer: Trainer) -> list[EarlyStopping]:

@@ -215,6 +215,52 @@ class Constant(BoringModel):
         self.log("val/loss", 2.0)
 
 
+class ScoredByStep(BoringModel):
+    """Module whose validations give the numbers of a list, one after the other."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = iter(scores)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.log("val/loss", torch.tensor(next(self.scores)))
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_run_that_was_moved_knows_its_best_checkpoints(make_trainer: Any, tmp_path: Path, is_copied: bool) -> None:
+    """Also a copy of a run whose folder is still there; a run that begins with another's checkpoint has none."""
+    first, moved, other = (tmp_path / name for name in ("first", "moved", "other"))
+
+    def train(run: Path, scores: list[float], ckpt_path: Path | None) -> ModelCheckpoint:
+        saver = ModelCheckpoint(
+            run / "checkpoints", monitor="val/loss", save_top_k=2, filename="{step}", save_last=True
+        )
+        trainer = make_trainer(
+            callbacks=[saver, RunState(run / "finished.json", run / "checkpoints")],
+            enable_checkpointing=True,
+            max_epochs=4 if ckpt_path else 2,
+            limit_train_batches=1,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+        )
+        run.mkdir(exist_ok=True)
+        trainer.fit(ScoredByStep(scores), ckpt_path=ckpt_path, weights_only=False)
+        return saver
+
+    train(first, [0.2, 0.4], None)
+    shutil.copytree(first, moved) if is_copied else first.rename(moved)
+    saver = train(moved, [0.3, 0.5], moved / "checkpoints" / "last.ckpt")
+    assert Path(saver.best_model_path) == moved / "checkpoints" / "step=1.ckpt"
+    assert float(saver.best_model_score) == pytest.approx(0.2)
+    assert {path.name for path in (moved / "checkpoints").iterdir()} == {"step=1.ckpt", "step=3.ckpt", "last.ckpt"}
+    if is_copied:
+        assert {path.name for path in (first / "checkpoints").iterdir()} == {"step=1.ckpt", "step=2.ckpt", "last.ckpt"}
+    saver = train(other, [0.6, 0.5, 0.7], moved / "checkpoints" / "step=1.ckpt")
+    assert Path(saver.best_model_path).parent == other / "checkpoints"
+    assert float(saver.best_model_score) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize(
     ("first", "then", "ends"),
     [
