@@ -361,6 +361,11 @@ def from_padded(
     real = keep.bool().cpu().numpy()
     ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
     rows = [(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()]
+    if not rows:
+        raise RecipeError(
+            f"data: a batch of shape {tuple(input_ids.shape)} has no token: its attention_mask is 0 everywhere; leave "
+            "rows without tokens out"
+        )
     if vocabulary is not None:
         _check_ids(rows, vocabulary)
     if position_ids is not None:

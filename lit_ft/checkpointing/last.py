@@ -6,8 +6,7 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from lit_ft.internals.lightning import note_last_file
-from lit_ft.protocols import Checkpoint as Saved
+from lit_ft.internals.lightning import has_saved, note_last_file
 
 
 class LastCheckpoint(Checkpoint):
@@ -19,11 +18,6 @@ class LastCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._saved_step: int | None = None
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Saved) -> None:
-        """Note the step; a checkpoint of weights alone, which cannot be resumed, does not call this."""
-        self._saved_step = trainer.global_step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let a run that was moved replace its ``last.ckpt``: a ``ModelCheckpoint`` knows that of its former folder."""
@@ -33,7 +27,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, after all other checkpoint callbacks."""
-        is_saved = self._saved_step == trainer.global_step and self._all_save_here(trainer)
+        is_saved = any(has_saved(one, trainer.global_step) for one in self._savers_here(trainer))
         if is_saved and not self._writers(trainer):  # an earlier one would not be the last
             is_saved = not trainer.strategy.broadcast((self.folder / "last.ckpt").exists())
         if not is_saved and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -49,7 +43,7 @@ class LastCheckpoint(Checkpoint):
         own = (self.folder / "last.ckpt").resolve()
         return [(one, path) for one, path in zip(every, paths, strict=True) if path.resolve() == own]
 
-    def _all_save_here(self, trainer: Trainer) -> bool:
+    def _savers_here(self, trainer: Trainer) -> list[ModelCheckpoint]:
         here = os.path.realpath(self.folder)
-        others = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        return all(os.path.realpath(one.dirpath or "") == here for one in others)
+        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        return [one for one in savers if os.path.realpath(one.dirpath or "") == here]

@@ -138,6 +138,11 @@ def average_of(callback: WeightAveraging) -> AveragedModel | None:
     return callback._average_model
 
 
+def has_saved(callback: ModelCheckpoint, step: int) -> bool:
+    """Whether a ``ModelCheckpoint`` has written a checkpoint that can be resumed after an optimizer step."""
+    return not callback.save_weights_only and callback._last_global_step_saved == step
+
+
 def note_last_file(callback: ModelCheckpoint, path: Path) -> None:
     """Let a ``ModelCheckpoint`` take a file as its last one, which it replaces, rather than write ``last-v1.ckpt``.
 

@@ -50,6 +50,24 @@ def test_two_callbacks_write_one_last_file(
     assert counter.count == saves
 
 
+class SavesACopy(Callback):
+    """Saves a copy elsewhere at the end of each epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_copy_elsewhere_is_no_checkpoint_of_the_run(make_trainer: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saves = ModelCheckpoint(run, every_n_train_steps=2, save_last=True, save_top_k=-1)
+    callbacks = [SavesACopy(tmp_path / "copy.ckpt"), saves, LastCheckpoint(run)]
+    make_trainer(callbacks=callbacks, enable_checkpointing=True, limit_train_batches=5, max_steps=5).fit(BoringModel())
+    assert torch.load(run / "last.ckpt", weights_only=False)["global_step"] == 5
+
+
 def test_it_is_no_earlier_one_where_another_file_is_the_newest(make_trainer: Any, tmp_path: Path) -> None:
     callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=2), LastCheckpoint(tmp_path)]
     make_trainer(callbacks=callbacks, enable_checkpointing=True, limit_train_batches=1, max_steps=2).fit(BoringModel())

@@ -306,6 +306,12 @@ def test_a_padded_batch_without_labels() -> None:
         as_packed_batch({"input_ids": torch.tensor([[3, 4]])})
 
 
+def test_a_padded_batch_without_a_token() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(RecipeError, match=r"shape \(2, 3\) has no token: its attention_mask is 0 everywhere"):
+        from_padded(ids, ids, ids)
+
+
 def test_a_padded_batch_becomes_the_same_row() -> None:
     ids = torch.tensor([[3, 4, 5], [0, 6, 7]])
     labels = torch.tensor([[3, 4, 5], [-100, 6, 7]])

@@ -561,8 +561,9 @@ def test_a_replacement_that_a_kill_interrupted_is_finished_by_the_next_fit(
 
 
 @pytest.mark.processes
-def test_a_link_to_the_newest_folder_of_shards_is_saved_and_resumed(tmp_path: Path, recipe: Path) -> None:
-    run, case = tmp_path / "run", CASES["fsdp folder"]
+@pytest.mark.parametrize("name", ["fsdp folder", "fsdp async"])
+def test_a_link_to_the_newest_folder_of_shards_is_saved_and_resumed(tmp_path: Path, recipe: Path, name: str) -> None:
+    run, case = tmp_path / "run", CASES[name]
     options = ["--run_dir", str(run), "--resume", "auto", "--trainer.callbacks.save_last", "link"]
     codes, said = fit(tmp_path, recipe, *options, case=case)
     assert codes == {0}, said

@@ -240,6 +240,22 @@ def test_a_split_optimizer_steps_both_after_the_closure() -> None:
     assert other.tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
+def test_a_split_optimizer_has_the_state_of_both() -> None:
+    """Those who measure it, or move it to another device, find it all, also after it was loaded."""
+    build = lambda: SplitOptimizer(groups_of(True, False), matrices=partial(SGD, lr=1.0, momentum=0.9), others=AdamW)  # noqa: E731
+    first, then = build(), build()
+    for group in first.param_groups:
+        group["params"][0].grad = torch.ones(2, 2)
+    first.step()
+    then.load_state_dict(first.state_dict())
+    assert len(first.state) == len(then.state) == 2
+    for parameter, state in list(then.state.items()):
+        then.state[parameter] = {name: 2 * value for name, value in state.items()}
+    of_matrices, others = then.parts
+    assert next(iter(of_matrices.state.values()))["momentum_buffer"].unique().tolist() == [2.0]
+    assert next(iter(others.state.values()))["step"] == 2
+
+
 @pytest.mark.parametrize("name", ["muon", "galore"])
 def test_without_matrices(make_trainer: Any, model_folder: str, write_rows: Any, name: str) -> None:
     peft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

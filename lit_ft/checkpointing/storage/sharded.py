@@ -225,10 +225,15 @@ def save_sharded(
 
 
 def _start_anew(temporary: Path) -> None:
-    """Remove the leftovers of a killed process before any rank writes."""
+    """Remove the leftovers of a killed process before any rank writes, and make the folder that it is in.
+
+    Lightning may link to the checkpoint before a background process has written it.
+    """
     with failing_together():
-        if dist.get_rank() == 0 and temporary.exists():
-            shutil.rmtree(temporary)
+        if dist.get_rank() == 0:
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            if temporary.exists():
+                shutil.rmtree(temporary)
 
 
 def _finish_later(

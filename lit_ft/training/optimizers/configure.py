@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -298,6 +299,22 @@ def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool)
 _logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 
+class _StatesOfParts(ChainMap[Tensor, Any]):
+    """States of several optimizers, by parameter; what is set goes to the optimizer that has the parameter's."""
+
+    def __getitem__(self, key: Tensor) -> Any:
+        return self._of_part(key)[key]
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        self._of_part(key)[key] = value
+
+    def _of_part(self, key: Tensor) -> MutableMapping[Tensor, Any]:
+        for of_part in self.maps:
+            if key in of_part:  # asked for another's, a part would add it
+                return of_part
+        raise KeyError(key)
+
+
 class SplitOptimizer(Optimizer):
     """Optimizer composed of two: one for the weight matrices of hidden layers, another for all other weights.
 
@@ -327,11 +344,15 @@ class SplitOptimizer(Optimizer):
             )
         self.parts = [build(part) for build, part in ((matrices, of_matrices), (others, of_others)) if part]
         super().__init__(self._groups(), {})
+        self.state = self._states()
         rank_zero_info("optimizers: " + "; ".join(_describe(part) for part in self.parts))
 
     def _groups(self) -> list[dict[str, Any]]:
         # The same dictionary objects as in the parts: the parts read what a schedule writes into them.
         return [group for part in self.parts for group in part.param_groups]
+
+    def _states(self) -> Any:
+        return _StatesOfParts(*(part.state for part in self.parts))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -352,7 +373,7 @@ class SplitOptimizer(Optimizer):
         """Load the state dict of each optimizer."""
         for part, saved in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(saved)
-        self.param_groups = self._groups()
+        self.param_groups, self.state = self._groups(), self._states()
 
 
 def _describe(optimizer: Optimizer) -> str:
