@@ -104,8 +104,14 @@ class AnsweringModule(LightningModule):
         return render_chat(self.tokenizer, messages, generation=True)
 
     def text_loss(self, texts: Sequence[str]) -> tuple[Tensor, int]:
-        """Summed cross-entropy of plain texts in nats, and their number of predicted tokens."""
+        """Summed cross-entropy of plain texts in nats, and their number of predicted tokens.
+
+        Raises:
+            RecipeError: a text has no token.
+        """
         encoded = [np.array(self.tokenizer(text)["input_ids"]) for text in texts]
+        if empty := [text for text, ids in zip(texts, encoded, strict=True) if not len(ids)]:
+            raise RecipeError(f"the text {empty[0]!r} has no token, so that it has no loss; leave it out")
         # One pass for any number of texts: ranks with shards of the weights wait for each other in each.
         batch = move_data_to_device(pack_samples([(ids, ids) for ids in encoded]), self.device)
         return self(batch).per_token.sum(), len(batch["targets"])

@@ -245,6 +245,8 @@ def test_forgetting_is_measured_in_fp32_under_half_precision(
     last = json.loads((tmp_path / "forgetting.jsonl").read_text().splitlines()[-1])
     assert last["tokens"] == tokens > 256
     assert last["loss"] == pytest.approx(float(loss) / tokens, rel=1e-6)
+    with pytest.raises(RecipeError, match="the text '' has no token, so that it has no loss"):
+        module.text_loss(["a", ""])
 
 
 def test_draws_follow_the_probabilities() -> None:

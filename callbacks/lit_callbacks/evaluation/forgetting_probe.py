@@ -65,7 +65,7 @@ class ForgettingProbe(Callback):
             path: JSONL file for the measurements; None is ``forgetting.jsonl`` in ``trainer.default_root_dir``.
 
         Raises:
-            ValueError: there is no text, or a number is not positive.
+            ValueError: there is no text, one is blank, or a number is not positive.
         """
         if isinstance(texts, (str, Path)):
             texts = [part.strip() for part in Path(texts).read_text(encoding="utf-8").split("\n\n") if part.strip()]
@@ -73,6 +73,8 @@ class ForgettingProbe(Callback):
             raise ValueError(
                 f"ForgettingProbe got {len(texts)} texts and batch_size={batch_size}; at least 1 is needed of each"
             )
+        if blank := [number for number, text in enumerate(texts, 1) if isinstance(text, str) and not text.strip()]:
+            raise ValueError(f"ForgettingProbe: text {blank[0]} of {len(texts)} is blank, and has no loss; take it out")
         self.batches = [texts[i : i + batch_size] for i in range(0, len(texts), batch_size)]
         self.loss = loss
         self.path = None if path is None else Path(path)

@@ -363,6 +363,8 @@ def test_numbers_and_lists_that_make_no_sense() -> None:
         SampleGenerations(["a", "b"], expected=["x"])
     with pytest.raises(ValueError, match="got 0 texts and batch_size=8"):
         ForgettingProbe([])
+    with pytest.raises(ValueError, match="text 2 of 3 is blank, and has no loss; take it out"):
+        ForgettingProbe(["a", " ", "b"])
 
 
 # --- several ranks ---------------------------------------------------------------------------------
