@@ -36,6 +36,8 @@ class PreferenceLM(CausalLM):
     """
 
     measured: Sequence[str] = NAMES
+    option = "model.objective"
+    """Option that says by what loss it trains."""
 
     def __init__(self, pretrained: str, objective: Objective | None = None, **kwargs: Any) -> None:
         """Say what is trained and how.
@@ -102,9 +104,9 @@ class PreferenceLM(CausalLM):
         has_single = isinstance(data, GivesPairs) and data.is_unpaired
         if stage != "predict" and has_single and not self.takes_unpaired:
             raise RecipeError(
-                f"model.objective: {type(self.objective).__name__} compares two answers to a prompt, and the data has "
-                "single ones (data.format=unpaired_preference); set model.objective to lit_ft.KTO, or give rows of "
-                "prompt, chosen and rejected (data.format=preference)"
+                f"{self.option}: {self.objective!r} compares two answers to a prompt, and the data has single ones "
+                "(data.format=unpaired_preference); give rows of prompt, chosen and rejected (data.format=preference), "
+                "or take lit_ft.PreferenceLM with model.objective lit_ft.KTO"
             )
 
     # --- step ------------------------------------------------------------------------------------
@@ -219,10 +221,10 @@ class PreferenceLM(CausalLM):
         self._reference.known = checkpoint.get("reference_log_probs", {})
         if self.objective.needs_reference and not self._reference.known:
             raise RecipeError(
-                f"model.objective: {now} compares the model with what it was before training, which the checkpoint "
+                f"{self.option}: {now} compares the model with what it was before training, which the checkpoint "
                 f"does not know: it was trained by {before}. Go on with that, or begin a new run from what it has "
                 "trained (model.adapter, or its merged model as model.pretrained)"
             )
         if before != now:
-            rank_zero_warn(f"model.objective: the checkpoint was trained by {before}, and goes on by {now}")
+            rank_zero_warn(f"{self.option}: the checkpoint was trained by {before}, and goes on by {now}")
         self._reference.is_of_start = False

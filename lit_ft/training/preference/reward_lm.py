@@ -62,6 +62,7 @@ class RewardLM(PreferenceLM):
     """
 
     measured: Sequence[str] = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+    option = "model.center_weight"
 
     def __init__(self, pretrained: str, center_weight: float = 0.0, **kwargs: Any) -> None:
         """Say what is trained and how.

@@ -190,7 +190,9 @@ def test_data_and_objectives_that_do_not_fit(
 ) -> None:
     with pytest.raises(RecipeError, match=r"format=unpaired_preference is for lit_ft\.PreferenceLM, and the model is"):
         make_trainer(max_steps=1).fit(CausalLM(model_folder), data_of(judged, **UNPAIRED))
-    with pytest.raises(RecipeError, match=r"DPO compares two answers to a prompt, and the data has .* lit_ft\.KTO"):
+    with pytest.raises(
+        RecipeError, match=r"DPO\(.*\) compares two answers to a prompt, and the data has .* lit_ft\.KTO"
+    ):
         make_trainer(max_steps=1).fit(PreferenceLM(model_folder, objective=DPO()), data_of(judged, **UNPAIRED))
     rows = [{"prompt": "a", "completion": word, "label": True} for word in ("cup", "lamp", "cup lamp")]
     alike = data_of(write_rows(rows), val_path=None, **UNPAIRED)
