@@ -44,6 +44,7 @@ from lit_ft.internals.transformers import (
     attention_functions,
     declare_decoder,
     decoder_layer_classes,
+    global_value,
     has_sinks,
     outline_in,
     with_decoder,
@@ -73,6 +74,8 @@ Head = Literal["logits", "score"]
 _CLASSES = {"logits": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 _SCORE = "score.weight"
 """Name of the weight of transformers' heads that score texts."""
+_STANDARD_DEVIATION = 0.02
+"""That of new weights in transformers, where a config has no ``initializer_range``."""
 
 
 def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
@@ -354,7 +357,8 @@ def _draw_score(model: PreTrainedModel) -> None:
 
     Its distribution is that of transformers' new layers.
     """
-    std, own = model.config.get_text_config().initializer_range, torch.Generator().manual_seed(torch.initial_seed())
+    own = torch.Generator().manual_seed(torch.initial_seed())
+    std = global_value(model.config.get_text_config(), "initializer_range") or _STANDARD_DEVIATION
     assert isinstance(model, HasScore)
     weight = model.score.weight
     drawn = torch.empty(full_shape(weight), device="cpu").normal_(std=std, generator=own)
@@ -415,6 +419,11 @@ def skeleton(
     ):
         of_weights = dtype_of_weights(config, dtype)
         model = _CLASSES[head].from_config(config, trust_remote_code=False, dtype=of_weights)
+    if head == "score" and not isinstance(model, HasScore):
+        raise RecipeError(
+            f"{_named(pretrained)} becomes a {type(model).__name__}, which has other layers than one linear layer "
+            "`score` behind its decoder; take another architecture, e.g. qwen3, llama, mistral or gemma3_text"
+        )
     declare_decoder(model)
     return model
 

@@ -7,18 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import save_model
 from compared_strategies import assert_same, sgd
 from lit_callbacks.export.merging import save_merged
 from peft import LoraConfig, PeftModel, PromptTuningConfig
 from preference_pairs import LORA, data_of, fit, write_judged, write_pairs
 from sampled_answers import save_reward_model
+from shared_fixtures import make_tokenizer
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lit_ft import CausalLM, ExactMatch, RecipeError, RewardLM, RewardModel
 from lit_ft.inference.opening import open_model
+from lit_ft.model.loading import DENSE, pick_attention
+from lit_ft.packed_batch import pack_pairs
 from lit_ft.training.policy.rewards import SampledAnswer
+from lit_ft.training.preference.pairs import with_reference
+from lit_ft.training.preference.reward_lm import at_ends
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -211,3 +223,33 @@ def test_it_writes_no_answers(
     module.save_adapter(tmp_path / "adapter")
     with pytest.raises(RecipeError, match="is a reward model, which scores texts and writes none"):
         open_model(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt_neox", "qwen3_5_text"])
+def test_scores_of_other_architectures(tmp_path: Path, pairs: str, architecture: str) -> None:
+    """In a packed batch they are those that transformers computes of each text alone."""
+    module = RewardLM(save_model(architecture, tmp_path / architecture), peft=LORA)
+    data = data_of(pairs)
+    data.load(module.tokenizer)
+    samples = data.splits["train"]
+    module.configure_model()
+    halves = [half for number in range(3) for half in samples.pair(number)]
+    packed = at_ends(pack_pairs([samples.pair(number) for number in range(3)], range(3), [0] * 3))
+    base = module.eval().base_model
+    with torch.no_grad():
+        scores = -module(with_reference(packed)).per_token
+        base.set_attn_implementation(pick_attention(base.config, DENSE))
+        base.config.pad_token_id = None
+        expected = [
+            base(torch.from_numpy(ids.astype("int64"))[None], use_cache=False).logits[0, 0] for ids, _ in halves
+        ]
+    assert scores.tolist() == pytest.approx(torch.stack(expected).tolist(), rel=1e-4, abs=1e-6)
+    assert len({round(score, 5) for score in scores.tolist()}) == 6
+
+
+def test_another_head_than_one_layer_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    AutoConfig.for_model("bert", is_decoder=True, vocab_size=512, **sizes).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="becomes a BertForSequenceClassification, which has other layers than one"):
+        RewardLM(str(tmp_path), init="random").check()
