@@ -3,17 +3,19 @@
 import copy
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
 
 from lit_ft.commands.train import RecipeCLI
 from lit_ft.errors import RecipeError
@@ -36,6 +38,7 @@ from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.parallel.mesh import MeshSizes
 from lit_ft.strategies.sharded import ShardedStrategy
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.optimizers.configure import MATRICES, hidden_matrices
 from lit_ft.training.policy.policy_lm import PolicyLM
 from lit_ft.tuning.lora import expert_lora
 
@@ -175,7 +178,7 @@ class PlanCLI(RecipeCLI):
         hidden = base.config.get_text_config().hidden_size
         inputs = layer_inputs(layout, len(layers), hidden, itemsize, step_of(self.trainer))
         accumulates = self.trainer.accumulate_grad_batches > 1
-        return memory_of(layout, list(module.parameters()), layers, module.optimizer, inputs, accumulates)
+        return memory_of(layout, list(module.parameters()), layers, in_groups(module), inputs, accumulates)
 
     def _plan_replicas(self, strategy: object) -> Memory:
         world, name, module = self.trainer.world_size, type(strategy).__name__, self.model
@@ -197,7 +200,7 @@ class PlanCLI(RecipeCLI):
         text, itemsize = base.config.get_text_config(), (split.dtype or base.dtype).itemsize
         step = step_of(self.trainer)
         inputs = layer_inputs(layout, len(decoder_layers(base)), text.hidden_size, itemsize, step)
-        memory = replicated_memory(split, list(skeleton.parameters()), module.optimizer, inputs)
+        memory = replicated_memory(split, list(skeleton.parameters()), in_groups(module), inputs)
         print(f"each of {world} ranks, with {name}:" if world > 1 else f"one device, with {name}:")
         print(f"a packed batch has {'at most' if step.is_known else '(assumed)'} {step.tokens:,} tokens")
         _print_memory([(f"0-{world - 1}" if world > 1 else "0", memory)])
@@ -261,6 +264,20 @@ def pretended_rank(rank: int, world: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         logger.setLevel(level)
+
+
+def in_groups(module: CausalLM) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """Optimizer of the recipe, made from stand-ins of the parameters that train, in order, in groups as in training."""
+    matrices = hidden_matrices(module)
+    kinds = [parameter in matrices for parameter in module.parameters() if parameter.requires_grad]
+
+    def make(stand_ins: list[nn.Parameter]) -> Optimizer:
+        pairs = list(zip(stand_ins, kinds, strict=True))
+        members = {kind: [one for one, of_kind in pairs if of_kind is kind] for kind in (True, False)}
+        made: Any = module.optimizer([{"params": one, MATRICES: kind} for kind, one in members.items() if one])
+        return made
+
+    return make
 
 
 def _in_gib(size: float) -> str:

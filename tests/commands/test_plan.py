@@ -2,6 +2,7 @@
 
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.parallel.parallel_bytes import measure, save_config
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.cli import main
-from lit_ft.commands.plan import pretended_rank
+from lit_ft.commands.plan import in_groups, pretended_rank
 from lit_ft.internals.torch import HAS_ZERO_BUBBLE
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas, timeline_plot
@@ -29,6 +30,7 @@ from lit_ft.planning.pipeline_timeline import Work, idle_fraction, most_in_fligh
 from lit_ft.planning.report import MIB
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.parallel.pipeline_parallel import SCHEDULES, stages_per_rank
+from lit_ft.training.optimizers.configure import SplitOptimizer, hidden_matrices
 
 # --- arithmetic ------------------------------------------------------------------------------------------
 
@@ -131,6 +133,17 @@ def test_too_few_micro_batches() -> None:
 
 
 # --- memory ----------------------------------------------------------------------------------------------
+
+
+def test_state_of_an_optimizer_of_two_is_counted(model_folder: str) -> None:
+    muon = partial(torch.optim.Muon, lr=0.1)
+    module = CausalLM(model_folder, optimizer=partial(SplitOptimizer, matrices=muon, others=torch.optim.AdamW))
+    module.model = module.check()
+    weights = list(module.parameters())
+    matrices = hidden_matrices(module)
+    others = [weight for weight in weights if weight not in matrices]
+    expected = sum(weight.numel() for weight in matrices) + sum(2 * weight.numel() + 1 for weight in others)
+    assert optimizer_bytes(in_groups(module), weights) == 4 * expected
 
 
 def test_optimizer_state_is_counted_without_weights() -> None:
