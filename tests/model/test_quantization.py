@@ -428,5 +428,5 @@ def test_quanto_leaves_a_router_to_the_model() -> None:
     """It would take the place of Llama 4's, and of what it computes."""
     quantization = QuantoConfig(weights="int8")
     read = reading_options(Llama4TextConfig(), quantization)["quantization_config"]
-    assert read.modules_to_not_convert == [r".*\.router", "lm_head"]
+    assert read.modules_to_not_convert == [r".*\.router", "lm_head", "score"]
     assert quantization.modules_to_not_convert is None

@@ -187,7 +187,7 @@ def test_what_is_no_causal_model_is_refused_before_training(tmp_path: Path, make
     module = Classifier(peft.get_peft_model(make(), peft.LoraConfig(target_modules=[target])))
     merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
     with pytest.raises(
-        ValueError, match=f"causal language model of transformers, and {name} is none; leave merged_dir"
+        ValueError, match=f"scores of one that scores texts, and {name} is neither; leave merged_dir"
     ):
         make_trainer(tmp_path, callbacks=[merger]).fit(module, texts())
 
