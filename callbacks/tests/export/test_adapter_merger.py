@@ -186,9 +186,7 @@ def seq2seq() -> Any:
 def test_what_is_no_causal_model_is_refused_before_training(tmp_path: Path, make: Any, target: str, name: str) -> None:
     module = Classifier(peft.get_peft_model(make(), peft.LoraConfig(target_modules=[target])))
     merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
-    with pytest.raises(
-        ValueError, match=f"scores of one that scores texts, and {name} is neither; leave merged_dir"
-    ):
+    with pytest.raises(ValueError, match=f"scores of one that scores texts, and {name} is neither; leave merged_dir"):
         make_trainer(tmp_path, callbacks=[merger]).fit(module, texts())
 
 
