@@ -49,11 +49,10 @@ def test_a_stopped_run_leaves_no_workers(
     wait_until(lambda: not session_members(command.pid), 3)
     text = log.read_text()
     assert "Traceback" not in text
-    if is_training:
-        assert f"saved {run / 'checkpoints' / 'last.ckpt'}; resume with: " in text
-        assert (run / "checkpoints" / "last.ckpt").is_file()
-    else:
-        assert "before the first step there is nothing to save" in text
+    last = run / "checkpoints" / "last.ckpt"
+    assert last.is_file() or not is_training  # a signal to a worker that starts may come after the first step
+    saved = f"saved {last}; resume with: " if last.is_file() else "before the first step there is nothing to save"
+    assert saved in text
 
 
 def test_workers_end_with_a_killed_run(tmp_path: Path, model_folder: str, write_rows: Any) -> None:
