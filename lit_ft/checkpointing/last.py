@@ -20,7 +20,7 @@ class LastCheckpoint(Checkpoint):
         self.folder = folder
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let a run that was moved replace its ``last.ckpt``: a ``ModelCheckpoint`` knows that of its former folder."""
+        """Let a resumed run replace its ``last.ckpt``, also by a ``ModelCheckpoint`` whose state was not restored."""
         for one, path in self._writers(trainer):
             if not one.last_model_path and trainer.strategy.broadcast(path.exists()):
                 one.last_model_path = str(path)

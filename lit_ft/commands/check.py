@@ -185,24 +185,27 @@ class CheckCLI(RecipeCLI):
         shared = [] if data.val_fraction else shared_content(splits.sources["train"], splits.sources["val"])
         judge_repetition(train, splits.get("val"), shared, report)
         if isinstance(self.model, CausalLM):
-            report.scores_texts = isinstance(self.model, LearnsPreferences) and self.model.scores_texts
-            if not report.scores_texts:
-                report.facts |= describe_ends(report.sources["train"], report.is_answered)
-                report.facts["end tokens that generation stops at"] = generation_ends(self.model, tokenizer)
-            leak = leak_probe(self.model)
-            report.facts["leak probe"] = (
-                f"a sample's losses move by {leak:.1g} when its neighbor in the packed batch changes"
-            )
-            if leak > 0:
-                report.problems.append(
-                    "samples of one packed batch see each other; set model.attn_implementation to auto"
-                )
+            self._judge_model(self.model, tokenizer)
         chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]
         in_order = sorted(chosen.tolist())
         shown = [part for i in in_order for part in train.conversations(i)]
         report.has_pairs, report.titles = train.has_pairs, titles_of(train, in_order)
         marked = [(ids, known_answer(labels) if report.is_answered else labels) for ids, labels in shown]
         report.examples = [show_example(ids, labels, tokenizer) for ids, labels in marked]
+
+    def _judge_model(self, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Compare ends of answers with those of generation, and see whether samples of a packed batch stay apart."""
+        report = self.report
+        report.scores_texts = isinstance(model, LearnsPreferences) and model.scores_texts
+        if not report.scores_texts:
+            report.facts |= describe_ends(report.sources["train"], report.is_answered)
+            report.facts["end tokens that generation stops at"] = generation_ends(model, tokenizer)
+        leak = leak_probe(model)
+        report.facts["leak probe"] = (
+            f"a sample's losses move by {leak:.1g} when its neighbor in the packed batch changes"
+        )
+        if leak > 0:
+            report.problems.append("samples of one packed batch see each other; set model.attn_implementation to auto")
 
     def _judge_samples(self, data: TextDataModule) -> None:
         """Name what the recipe's model cannot train on, and try its rewards on known answers."""

@@ -123,8 +123,9 @@ class TextDataModule(LightningDataModule):
                 together.
             test_path: data for `test`, and questions for `predict`, with answers or without.
             format: format of the rows; auto chooses by the columns of the first row, except for preference (pairs of
-                a chosen and a rejected answer, for lit_ft.PreferenceLM) and unpaired_preference (answers that a label
-                judges, for lit_ft.PreferenceLM with lit_ft.KTO). A format that a source names itself has priority.
+                a chosen and a rejected answer, for lit_ft.PreferenceLM and lit_ft.RewardLM) and unpaired_preference
+                (answers that a label judges, for lit_ft.PreferenceLM with lit_ft.KTO). A format that a source names
+                itself has priority.
             columns: column names of the data, by the names that the format needs, e.g. {instruction: question, output:
                 answer}; those that a source names itself have priority.
             system: system prompt for conversations that have none.

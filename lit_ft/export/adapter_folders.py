@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_ft.errors import RecipeError, base_may_have_moved, explained, option_called
 from lit_ft.internals.hub import download_first
 from lit_ft.model import embeddings, loading
+from lit_ft.model.config.head import Head
 from lit_ft.model.files import size_check
 from lit_ft.model.files.fingerprint import FILE, check_same_base, read_fingerprint, read_form
 from lit_ft.model.spec import ModelSpec
@@ -177,7 +178,7 @@ def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
     if not pretrained:
         raise RecipeError(f"the adapter {str(adapter.folder)!r} names no base; give it with --base")
     tokenizer = str(adapter.folder) if adapter.has_tokenizer else pretrained
-    head: loading.Head = "score" if adapter.config.task_type == "SEQ_CLS" else "logits"
+    head: Head = "score" if adapter.config.task_type == "SEQ_CLS" else "logits"
     overrides = read_form(adapter.folder).config_overrides or None
     return ModelSpec(pretrained, tokenizer, config_overrides=overrides, head=head)
 

@@ -22,10 +22,7 @@ from lit_callbacks.protocols import HasScore
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -53,6 +50,7 @@ from lit_ft.internals.transformers import (
 from lit_ft.model import quantization as quantized_base
 from lit_ft.model.architecture import Architecture, head_layer
 from lit_ft.model.attention.packed_attention import PACKED
+from lit_ft.model.config.head import CLASSES, Head, with_head
 from lit_ft.model.config.known import unknown_architecture
 from lit_ft.model.config.overrides import Overrides, with_overrides
 from lit_ft.model.files import deferred_cast, finite_weights, size_check, text_part
@@ -69,9 +67,6 @@ Init = Literal["pretrained", "random"]
 Reading = tuple[PreTrainedModel, dict[str, set[str]]]
 """A model, and transformers' report of what was missing in its files."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Head = Literal["logits", "score"]
-"""What a base model computes from its final hidden states: logits of tokens, or the score of a text."""
-_CLASSES = {"logits": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 _SCORE = "score.weight"
 """Name of the weight of transformers' heads that score texts."""
 _STANDARD_DEVIATION = 0.02
@@ -284,7 +279,7 @@ def load_base(
     Raises:
         RecipeError: weights are missing, or quantized in a way that cannot be trained on.
     """
-    config = _with_head(load_config(pretrained, overrides), head)
+    config = with_head(load_config(pretrained, overrides), head)
     architectures.check(config)
     attention = pick_attention(config, attn_implementation)
     if init == "pretrained":
@@ -302,7 +297,7 @@ def _draw(
     outline = skeleton(pretrained, overrides=overrides, head=head)
     size_check.check_memory(outline, of_weights, _named(pretrained))
     with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
-        model = _CLASSES[head].from_config(
+        model = CLASSES[head].from_config(
             config, trust_remote_code=False, dtype=of_weights, attn_implementation=attention
         )
     declare_decoder(model)
@@ -374,7 +369,7 @@ def _draw_score(model: PreTrainedModel) -> None:
 def _read_in(pretrained: str, dtype: torch.dtype | Literal["auto"], options: dict[str, object], head: Head) -> Reading:
     said = ("UNEXPECTED",) if head == "logits" else ("UNEXPECTED", "MISSING")
     with heartbeat(f"reading the weights of {pretrained}"), without_load_report(of=said):
-        read: Reading = _CLASSES[head].from_pretrained(
+        read: Reading = CLASSES[head].from_pretrained(
             pretrained, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
         declare_decoder(read[0])
@@ -411,14 +406,14 @@ def skeleton(
     pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None = None, head: Head = "logits"
 ) -> PreTrainedModel:
     """Base model on the meta device, without weights but with their dtype, for checks before weights are read."""
-    config = _with_head(load_config(pretrained, overrides), head)
+    config = with_head(load_config(pretrained, overrides), head)
     architectures.check(config)
     with (
         torch.device("meta"),
         explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)),
     ):
         of_weights = dtype_of_weights(config, dtype)
-        model = _CLASSES[head].from_config(config, trust_remote_code=False, dtype=of_weights)
+        model = CLASSES[head].from_config(config, trust_remote_code=False, dtype=of_weights)
     if head == "score" and not isinstance(model, HasScore):
         raise RecipeError(
             f"{_named(pretrained)} becomes a {type(model).__name__}, which has other layers than one linear layer "
@@ -436,35 +431,6 @@ def dtype_name(dtype: Dtype | torch.dtype) -> Dtype:
 def dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
     """Dtype that a base is loaded in; ``auto`` is that of its config."""
     return (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-
-
-def _with_head(config: PretrainedConfig, head: Head) -> PretrainedConfig:
-    """Config of a model that scores texts, where that is asked for; changed in place.
-
-    Raises:
-        RecipeError: transformers has no such model of the architecture, or it has been trained for several labels.
-    """
-    kinds = config.architectures or []
-    is_classifier = bool(kinds) and all("SequenceClassification" in name for name in kinds)
-    if head == "logits" and is_classifier:
-        raise RecipeError(
-            f"{_named(config.name_or_path)} is a {kinds[0]}, which scores texts and has no head for tokens; name a "
-            "causal language model. lit_ft.RewardLM trains a reward model, lit_ft.RewardModel takes its scores"
-        )
-    if head == "logits":
-        return config
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise RecipeError(
-            f"{_named(config.name_or_path)}: transformers has no model of {config.model_type} that scores texts "
-            "(AutoModelForSequenceClassification); take another architecture, e.g. qwen3, llama, mistral or gemma3_text"
-        )
-    if is_classifier and config.num_labels != 1:
-        raise RecipeError(
-            f"{_named(config.name_or_path)} tells apart {config.num_labels} labels, and a reward model has one score; "
-            "name a causal language model, or a reward model"
-        )
-    config.num_labels = 1
-    return config
 
 
 class _DecoderOutput(MoeModelOutputWithPast):

@@ -16,6 +16,7 @@ from lit_ft import process
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.internals import torch as torch_internals
 from lit_ft.model import embeddings, loading, quantization
+from lit_ft.model.config.head import Head
 from lit_ft.model.config.overrides import Overrides
 from lit_ft.model.files import fingerprint, size_check, text_part
 from lit_ft.model.files.fingerprint import BaseForm
@@ -38,7 +39,7 @@ class ModelSpec:
     quantization: QuantizationConfigMixin | None = None
     config_overrides: Overrides | None = None
     """Values in place of those of config.json."""
-    head: loading.Head = "logits"
+    head: Head = "logits"
     """What is computed from the final hidden states: logits of tokens, or the score of a text."""
     loaded: PreTrainedModel | None = field(default=None, compare=False, repr=False)
     """The model with its weights, if they are in memory: ``build`` then returns a model that shares their tensors."""

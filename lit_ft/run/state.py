@@ -179,7 +179,9 @@ def _follow_folder(saver: ModelCheckpoint, state: dict[str, Any]) -> None:
 
     Lightning would forget the best checkpoints of a callback that saved elsewhere.
     """
-    before, now = state["dirpath"], str(saver.dirpath)
+    before, now = state.get("dirpath"), str(saver.dirpath)
+    if before is None:
+        return
     for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
         state[name] = _moved(state[name], before, now)
     state["best_k_models"] = {_moved(path, before, now): score for path, score in state["best_k_models"].items()}

@@ -25,7 +25,7 @@ from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype, check_target_module_exists
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError, explained
@@ -36,7 +36,7 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.model.quantization import LinearLayer
 from lit_ft.model.rotary_embedding import rotated_width
-from lit_ft.tuning import compatibility, prompt_learning
+from lit_ft.tuning import compatibility, prompt_learning, score_head
 from lit_ft.tuning.lora_init import changes_biases
 from lit_ft.tuning.targets import all_linear, experts
 
@@ -54,19 +54,12 @@ def add_peft(
     Raises:
         RecipeError: the method's target modules match no layer.
     """
-    scores_texts = isinstance(model, HasScore)
-    compatibility.check_method(peft, scores_texts)
+    compatibility.check_method(peft, scores_texts=isinstance(model, HasScore))
     peft = copy.deepcopy(peft)
-    if scores_texts:
-        _let_peft_train_head(peft)
-    check_numbers(peft)
-    prompt_learning.check_sizes(peft)
-    adapt_to_architecture(model, peft)
-    check_target_modules(model, peft)
-    check_norms(model, peft)
-    check_other_modules(model, peft)
-    experts.check_target_parameters(model, peft)
-    peft.task_type = "SEQ_CLS" if scores_texts else "CAUSAL_LM"
+    peft.task_type = "CAUSAL_LM"
+    if isinstance(model, HasScore):
+        score_head.let_peft_train(peft)
+    _check_config(model, peft)
     prompt_learning.fit_to(model, peft)
     shared = all_linear.shared_layers(model)
     all_linear.leave_out(model, peft, shared)
@@ -84,7 +77,7 @@ def add_peft(
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
     _correct_layers(wrapped)
     if isinstance(model, HasScore) and in_float32:
-        _keep_head_in_float32(model)
+        score_head.keep_in_float32(model)
     check_ranks(wrapped)
     _check_trained_twice(wrapped)
     _check_biases(peft, biases, type(model).__name__)
@@ -96,24 +89,15 @@ def add_peft(
     return wrapped.train()
 
 
-def _let_peft_train_head(peft: PeftConfig) -> None:
-    """Leave out the names of heads that peft adds to ``modules_to_save`` where a model is one that scores texts.
-
-    A saved adapter has them already, that of another architecture's head included.
-    """
-    names = [name for name in peft.to_dict()["modules_to_save"] or () if name not in ("classifier", "score")]
-    vars(peft)["modules_to_save"] = names or None
-
-
-def _keep_head_in_float32(model: HasScore) -> None:
-    """Keep the head that trains beside the adapter in its dtype, which loses no steps, in a model of any dtype."""
-    assert isinstance(model.score, ModulesToSaveWrapper)
-    for head in model.score.modules_to_save.values():
-        head.float().register_forward_pre_hook(_in_own_dtype)
-
-
-def _in_own_dtype(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    return (inputs[0].to(next(head.parameters()).dtype),)
+def _check_config(model: PreTrainedModel, peft: PeftConfig) -> None:
+    """Refuse what does not fit the model, before it is changed."""
+    check_numbers(peft)
+    prompt_learning.check_sizes(peft)
+    adapt_to_architecture(model, peft)
+    check_target_modules(model, peft)
+    check_norms(model, peft)
+    check_other_modules(model, peft)
+    experts.check_target_parameters(model, peft)
 
 
 def _check_biases(peft: PeftConfig, biases: Iterable[nn.Parameter], model: str) -> None:

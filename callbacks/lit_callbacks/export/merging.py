@@ -279,7 +279,7 @@ def save_merged(
 
 def _has_new_head(base: "PreTrainedModel", files: BaseFiles) -> bool:
     """Whether a model scores texts, and its files are those of a causal language model, whose head it does not have."""
-    return isinstance(base, HasScore) and not any(name.endswith("score.weight") for name in files.tensors)
+    return isinstance(base, HasScore) and "score.weight" not in files.tensors
 
 
 def _must_stay_alone(base: "PreTrainedModel", files: BaseFiles, quantized_base: str | None) -> bool:

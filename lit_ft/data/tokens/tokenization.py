@@ -271,7 +271,8 @@ class Tokenization:
             fully_supervised = {i for i in owners if isinstance(example := examples[i], Text) and not example.prompt}
         rows = np.array(owners, dtype=np.int64)
         encoded = Encoded(ids, labels, np.array(lengths, dtype=np.int64), rows, len(examples))
-        return fit_to_length(encoded, self.max_length, self.overlong, fully_supervised, self.tokenizer.bos_token_id)
+        bos = self.tokenizer.bos_token_id
+        return fit_to_length(encoded, self.max_length, self.overlong, fully_supervised, bos, self.keeps_ending)
 
     def _tokens(
         self, examples: dict[int, Tokens], bad: dict[int, str]

@@ -40,7 +40,12 @@ class Encoded:
 
 
 def fit_to_length(
-    encoded: Encoded, max_length: int | None, overlong: Overlong, fully_supervised: set[int], bos: int | None
+    encoded: Encoded,
+    max_length: int | None,
+    overlong: Overlong,
+    fully_supervised: set[int],
+    bos: int | None,
+    keeps_ending: bool = False,
 ) -> Encoded:
     """Apply ``max_length``, and drop samples without supervised tokens.
 
@@ -50,6 +55,7 @@ def fit_to_length(
         overlong: treatment of longer samples.
         fully_supervised: rows with every token supervised; they continue in further samples where others are truncated.
         bos: beginning-of-sequence id, which is kept where a prompt loses its beginning; None if there is none.
+        keeps_ending: whether what is behind the last supervised token stays where a prompt loses its beginning.
     """
     encoded.full_lengths = encoded.lengths
     starts = np.concatenate([[0], np.cumsum(encoded.lengths)])
@@ -72,7 +78,7 @@ def fit_to_length(
             notes["truncated"] += 1
             spans.append((row, tokens[:max_length]))
         else:
-            spans.append((row, _without_early_prompt(tokens, encoded, max_length, bos)))
+            spans.append((row, _without_early_prompt(tokens, encoded, max_length, bos, keeps_ending)))
     if is_long.any():
         kept = [(int(encoded.rows[k]), np.arange(starts[k], starts[k + 1])) for k in np.flatnonzero(~is_long)]
         kept = sorted([*kept, *spans], key=lambda span: span[0])
@@ -119,11 +125,13 @@ def as_halves(encoded: Encoded) -> Encoded:
     return encoded
 
 
-def _without_early_prompt(tokens: np.ndarray, encoded: Encoded, max_length: int, bos: int | None) -> np.ndarray:
+def _without_early_prompt(
+    tokens: np.ndarray, encoded: Encoded, max_length: int, bos: int | None, keeps_ending: bool
+) -> np.ndarray:
     supervised = np.flatnonzero(encoded.labels[tokens] != IGNORE_INDEX)
     if not len(supervised):
         return tokens[:max_length]
-    end = supervised[-1] + 1
+    end = len(tokens) if keeps_ending else supervised[-1] + 1
     breaks = np.flatnonzero(np.diff(supervised) > 1)
     answer = supervised[breaks[-1] + 1] if len(breaks) else supervised[0]  # where the last answer begins
     head = tokens[:1] if bos is not None and encoded.ids[tokens[0]] == bos else tokens[:0]

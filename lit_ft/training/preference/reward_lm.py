@@ -92,10 +92,11 @@ class RewardLM(PreferenceLM):
         config, padding = self.base_model.config.get_text_config(), self.tokenizer.pad_token_id
         padding = padding if config.pad_token_id is None else config.pad_token_id
         if padding is not None and padding == _last_token(self.tokenizer):
+            token = self.tokenizer.convert_ids_to_tokens(padding)
             rank_zero_info(
-                f"the padding token {self.tokenizer.convert_ids_to_tokens(padding)!r} also ends texts, so that the "
-                "config of the reward model gets none: transformers takes the score before padding, and now of one "
-                "text at a time"
+                f"the padding token {token!r} also ends texts. transformers takes the score of the token before the "
+                "padding, so the config of the reward model gets no padding token, and transformers scores one text at "
+                "a time"
             )
             padding = None
         config.pad_token_id = padding
@@ -123,14 +124,14 @@ def _last_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def at_ends(batch: PackedBatch) -> PackedBatch:
     """A batch of P pairs with the last token of each of the 2P conversations as what predicts; targets mean nothing."""
-    device, ends = batch["input_ids"].device, torch.tensor(batch["segment_lengths"]).cumsum(0) - 1
-    if "pairs" not in batch or not len(batch["pairs"]):
+    if not len(batch.get("pairs", ())):
         return batch
-    numbers = torch.arange(len(ends))
+    ends = torch.tensor(batch["segment_lengths"]).cumsum(0) - 1
+    nothing = batch["targets"].new_zeros(len(ends))
     predicts = PackedBatch(
-        predict_at=queued_copy(ends, device),
-        targets=queued_copy(torch.zeros_like(numbers), device),
-        target_answers=queued_copy(numbers, device),
-        target_sources=queued_copy(torch.zeros_like(numbers), device),
+        predict_at=queued_copy(ends, nothing.device),
+        targets=nothing,
+        target_answers=torch.arange(len(ends), device=nothing.device),
+        target_sources=nothing,
     )
     return {**batch, **predicts}

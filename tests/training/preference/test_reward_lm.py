@@ -149,6 +149,22 @@ def test_what_is_saved_has_the_scores_of_training(
     assert same == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("overlong", ["drop", "truncate_left_prompt"])
+def test_conversations_end_as_the_template_ends_them(judge: str, pairs: str, overlong: str) -> None:
+    """Also those that lose the beginning of their prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    longest = max(
+        len(tokenizer.apply_chat_template(one)["input_ids"]) for both in _conversations(pairs) for one in both
+    )
+    data = data_of(pairs, max_length=longest - 2, overlong=overlong, val_path=None)
+    data.take_rows_of(RewardLM(judge))
+    data.load(tokenizer)
+    samples = data.splits["train"]
+    assert data.splits.prepared["train"][0].notes["dropped" if overlong == "drop" else "prompt truncated"]
+    ends = {int(ids[-1]) for number in range(len(samples)) for ids, _ in samples.pair(number)}
+    assert ends == set(tokenizer("\n")["input_ids"])
+
+
 def test_a_causal_model_gets_a_head_that_is_saved(
     make_trainer: Any, model_folder: str, pairs: str, tmp_path: Path, capsys: Any
 ) -> None:
