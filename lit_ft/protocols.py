@@ -238,7 +238,7 @@ class GivesKnownAnswers(Protocol):
 
 
 class RowNeeds(NamedTuple):
-    """What rewards read of the rows of the data."""
+    """What a module that trains on its own answers reads of the rows of the data, or its rewards do."""
 
     columns: Mapping[str, str]
     """Names of columns, each with that of a reward that reads it."""

@@ -41,10 +41,11 @@ class FewLettersOfRow(FewLetters):
 
 
 def write_questions(folder: Path) -> str:
-    """File of 10 conversations of unequal lengths; beside it, ``val.json`` with three others."""
+    """File of 10 unequal conversations; beside it, ``val.json`` with 3 others, and ``asked.json``: without answers."""
     for name, count, seed in (("val.json", 3, 1), ("train.json", 10, 0)):
         rows = [{**row, "known": row["output"]} for row in make_rows(count, seed)]
         (folder / name).write_text(json.dumps(rows), "utf-8")
+    (folder / "asked.json").write_text(json.dumps([{**row, "output": ""} for row in make_rows(3, 1)]), "utf-8")
     return str(folder / "train.json")
 
 
@@ -52,8 +53,8 @@ def slow(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02)
 
 
-def data_of(path: str, **options: Any) -> TextDataModule:
-    given = {"micro_batch_size": 2, "max_length": 96, "val_path": str(Path(path).with_name("val.json")), **options}
+def data_of(path: str, val: str = "val.json", **options: Any) -> TextDataModule:
+    given = {"micro_batch_size": 2, "max_length": 96, "val_path": str(Path(path).with_name(val)), **options}
     return TextDataModule(path, **given)
 
 

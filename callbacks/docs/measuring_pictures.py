@@ -94,8 +94,9 @@ def draw_throughput(rows: list[dict[str, float]], path: Path) -> None:
         values = [row[f"throughput/{name}_tokens_per_second"] for row in rows]
         rates.plot(steps, values, label=name.replace("_", " "))
     rates.set(title="tokens per second", xlabel="optimizer step", ylim=(0, None))
-    milliseconds = [[row[f"throughput/step_seconds/{name}"] * 1e3 for row in rows] for name in PARTS]
-    parts.stackplot(steps, milliseconds, labels=[name.replace("_", "+") for name in PARTS], colors=COLORS)
+    taken = [name for name in PARTS if f"throughput/step_seconds/{name}" in rows[0]]
+    milliseconds = [[row[f"throughput/step_seconds/{name}"] * 1e3 for row in rows] for name in taken]
+    parts.stackplot(steps, milliseconds, labels=[name.replace("_", "+") for name in taken], colors=COLORS)
     parts.set(title="milliseconds of a step", xlabel="optimizer step")
     for axes in (rates, parts):
         axes.legend(loc="upper right", fontsize="small")

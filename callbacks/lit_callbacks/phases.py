@@ -10,19 +10,23 @@ from functools import cache
 from inspect import ismethod
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals.lightning_internals import attributes_of
 
-Phase = Literal["data", "forward", "backward", "optimizer", "callbacks", "other", "validation", "checkpoint"]
+Phase = Literal[
+    "data", "generation", "forward", "backward", "optimizer", "callbacks", "other", "validation", "checkpoint"
+]
 Listener = Callable[[Phase], None]
 """Function that is called with the phase that begins."""
 
 _BY_ENDING: dict[str, Phase] = {
     "train_dataloader_next": "data",
+    "generation": "generation",
     "training_step": "forward",
+    "forward": "forward",
     "backward": "backward",
     "optimizer_step": "optimizer",
     "optimizer_zero_grad": "optimizer",
@@ -252,6 +256,19 @@ def writing(trainer: Trainer, writer: str) -> AbstractContextManager[object]:
         writer: name of the callback, for reports of the user's own profiler.
     """
     return attributes_of(trainer).profiler.profile(f"{writer}.save_checkpoint")
+
+
+def within_a_step(
+    trainer: Trainer, module: LightningModule, phase: Literal["generation", "forward"]
+) -> AbstractContextManager[object]:
+    """Context in which a module does a part of a step outside of ``training_step``; in a validation it is a part of it.
+
+    Args:
+        trainer: trainer of the run.
+        module: the module, for reports of the user's own profiler.
+        phase: ``generation`` of what it then trains on, or a further ``forward`` pass, of a teacher or a reference.
+    """
+    return attributes_of(trainer).profiler.profile(f"[LightningModule]{type(module).__name__}.{phase}")
 
 
 def failed_in(trainer: Trainer) -> Phase | None:

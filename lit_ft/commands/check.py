@@ -167,8 +167,9 @@ class CheckCLI(RecipeCLI):
         if isinstance(self.model, LearnsFromTeacher):
             report.facts["trained on"] = self.model.describe_objective()
         elif isinstance(self.model, SamplesAnswers):
-            compared = "the answers of the data are what rewards compare with"
-            report.facts["trained on"] = f"{self.model.describe_policy()}; {compared}"
+            reads = not self.model.row_needs.may_lack_answers
+            compared = "; the answers of the data are what rewards compare with" if reads else ""
+            report.facts["trained on"] = f"{self.model.describe_policy()}{compared}"
         self._judge_samples(data)
         if isinstance(self.model, SamplesAnswers):
             report.is_answered = True

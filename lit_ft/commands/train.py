@@ -336,7 +336,7 @@ class TrainingCLI(LightningCLI):
             last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None, texts_of(folder)))
         # In a fast_dev_run, which says that it saves nothing, a ModelCheckpoint would save its end.
         if self.options.trainer.enable_checkpointing is not False and not self.options.trainer.fast_dev_run:
-            last += [ModelCheckpoint(folder.checkpoints, save_last=True), LastCheckpoint(folder.checkpoints)]
+            last += [ModelCheckpoint(folder.checkpoints, save_last="link"), LastCheckpoint(folder.checkpoints)]
         return [*_missing(before, given), *averages, *_missing(first, given), *given, *_missing(last, given)]
 
     # --- before the long work ----------------------------------------------------------------------

@@ -99,7 +99,9 @@ def notes_on_loss(module: CausalLM) -> list[str]:
     if isinstance(module, LearnsFromTeacher):
         return [f"Trained on {module.describe_objective()}."]
     if isinstance(module, SamplesAnswers):
-        return [f"Trained on {module.describe_policy()}; the answers of the data are what rewards compare with."]
+        reads = not module.row_needs.may_lack_answers
+        compared = "; the answers of the data are what rewards compare with" if reads else ""
+        return [f"Trained on {module.describe_policy()}{compared}."]
     if (weights := module.spec.token_weights) is not None:
         return [f"Trained with tokens weighted in the loss by `{weights!r}`."]
     return []

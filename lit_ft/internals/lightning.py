@@ -146,11 +146,9 @@ def has_saved(callback: ModelCheckpoint, step: int) -> bool:
 def note_last_file(callback: ModelCheckpoint, path: Path) -> None:
     """Let a ``ModelCheckpoint`` take a file as its last one, which it replaces, rather than write ``last-v1.ckpt``.
 
-    By the private attribute it also leaves the file alone when training ends. One that links would link it to itself.
+    By the private attribute it also leaves the file alone when training ends, and links it to no older one.
     """
-    callback.last_model_path = str(path)
-    if callback.save_last != "link":
-        callback._last_checkpoint_saved = str(path)
+    callback.last_model_path = callback._last_checkpoint_saved = str(path)
 
 
 def starting_logger(error: BaseException) -> Logger | None:

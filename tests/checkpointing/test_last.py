@@ -1,7 +1,7 @@
 """``last.ckpt``: one file, the newest, whichever callback writes it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,11 +24,22 @@ class CountsSaves(Callback):
 @pytest.mark.parametrize(
     ("options", "steps", "names", "saves"),
     [
-        ({}, 1, {"last.ckpt"}, 1),  # ends before the first validation, at which the other callback saves
-        ({"every_n_train_steps": 6}, 6, {"last.ckpt", "epoch=1-step=6.ckpt"}, 3),  # after an epoch of four steps
+        (
+            {},
+            1,
+            {"last.ckpt"},
+            {True: 1, "link": 1},
+        ),  # ends before the first validation, at which the other callback saves
+        (
+            {"every_n_train_steps": 6},
+            6,
+            {"last.ckpt", "epoch=1-step=6.ckpt"},
+            {True: 3, "link": 2},
+        ),  # after an epoch of four steps
     ],
 )
 @pytest.mark.parametrize("is_relative", [False, True])
+@pytest.mark.parametrize("save_last", [True, "link"])
 def test_two_callbacks_write_one_last_file(
     make_trainer: Any,
     tmp_path: Path,
@@ -36,18 +47,19 @@ def test_two_callbacks_write_one_last_file(
     options: dict[str, Any],
     steps: int,
     names: set[str],
-    saves: int,
+    saves: dict[bool | str, int],
     is_relative: bool,
+    save_last: bool | Literal["link"],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder, counter = Path() if is_relative else tmp_path, CountsSaves()
-    callbacks = [counter, ModelCheckpoint(folder, save_last=True, **options), LastCheckpoint(folder)]
+    callbacks = [counter, ModelCheckpoint(folder, save_last=save_last, **options), LastCheckpoint(folder)]
     size = {"limit_train_batches": 4, "max_steps": steps, "limit_val_batches": 1, "val_check_interval": 2}
     trainer = make_trainer(callbacks=callbacks, enable_checkpointing=True, **size)
     trainer.fit(BoringModel())
     assert {path.name for path in tmp_path.glob("*.ckpt")} == names
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == steps
-    assert counter.count == saves
+    assert counter.count == saves[save_last]
 
 
 class SavesACopy(Callback):

@@ -275,6 +275,7 @@ def test_grpo_after_supervised_training(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "on 8 answers of its own to each prompt, by GRPO(scale_rewards=True) of ExactAnswer()" in done.stderr
     assert re.search(r"step 3 of 3: val/loss [\d.]+, val/reward 0\.[1-9]", done.stderr)  # not 0, as of the base
+    assert re.search(r"a step takes .*, generation \d\d\.\d%", done.stderr)
     assert len((run / "sampled_answers.jsonl").read_text("utf-8").splitlines()) == 8
     assert "Trained on 8 answers of its own" in (run / "adapter" / "README.md").read_text("utf-8")
 

@@ -95,7 +95,9 @@ def test_exact_match_of_numbers_out_of_range(options: dict[str, int]) -> None:
 def test_exact_match_of_data_without_a_conversation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     text = write_rows([{"text": "the red book"}], "text.json")
     trainer = make_trainer(max_steps=1, callbacks=[ExactMatch()])
-    with pytest.raises(RecipeError, match="ExactMatch asks prompts with known answers, and the val data has none"):
+    with pytest.raises(
+        RecipeError, match="ExactMatch compares with known answers, and no row of the val data is a prompt"
+    ):
         trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), val_path=text))
 
 

@@ -47,8 +47,9 @@ class MemoryProfiler(Callback):
     Logged under ``memory/`` in MiB, of this rank, when the trainer logs: ``allocated``, ``reserved``,
     ``peak_allocated`` and ``peak_reserved`` since the last log (CUDA; MPS has the first two), ``host_rss`` (resident
     memory of the process without mapped files) and ``host_peak_rss``; and for each phase (``setup``, ``forward``,
-    ``backward``, ``optimizer``, ``validation``, ``checkpoint``) ``memory/<phase>/peak_allocated`` on CUDA and
-    ``memory/<phase>/host_rss``, read at the end of the phase, in the logged steps.
+    ``backward``, ``optimizer``, ``validation``, ``checkpoint``; where a module generates what it trains on,
+    ``generation``) ``memory/<phase>/peak_allocated`` on CUDA and ``memory/<phase>/host_rss``, read at
+    the end of the phase, in the logged steps.
 
     In ``sample_steps`` every tensor storage is tracked (``breakdown``, ``memory/breakdown/...``): parameters,
     gradients, optimizer state, activations and other, at the step's peak. The allocator's counters are read on the

@@ -27,12 +27,15 @@ Count = Callable[[Any], BatchCounts | int | None]
 _Result = TypeVar("_Result")
 PARTS: dict[str, tuple[Phase, ...]] = {
     "data": ("data",),
+    "generation": ("generation",),
     "forward_backward": ("forward", "backward"),
     "optimizer": ("optimizer",),
     "callbacks": ("callbacks",),
     "other": ("other",),
 }
 """Phases of each part of a step; validation and checkpoints are not part of a step."""
+_OF_SOME = ("generation",)
+"""Parts that the steps of most modules do not have; they are logged where they take time."""
 
 _RATES = {
     "samples": "samples_per_second",
@@ -82,7 +85,8 @@ class ThroughputMonitor(Callback):
     ``model_flops_per_second``. In addition: ``tokens_per_second``, which is ``non_padding_tokens_per_second``;
     ``data_wait``, the share of the time, 0 to 1, spent waiting for data; ``step_seconds`` and its parts
     ``step_seconds/data``, ``/forward_backward``, ``/optimizer``, ``/callbacks`` and ``/other`` (copy to the device,
-    logging); and ``mfu``, model FLOP/s divided by the device's peak FLOP/s, 0 to 1.
+    logging), and where a module generates what it trains on, ``/generation``; and ``mfu``, model FLOP/s divided by the
+    device's peak FLOP/s, 0 to 1.
 
     The time is that of optimizer steps, data included; validation, checkpoints, models that ``AdapterMerger`` writes
     and the first steps (allocation, compilation) are left out. On CUDA it is measured on the device, by events that are
@@ -260,7 +264,8 @@ class ThroughputMonitor(Callback):
                 figures |= {_RATES[name]: rate} | ({f"device/{_RATES[name]}": rate / ranks} if ranks > 1 else {})
         parts = means[len(_RATES) :]
         figures |= {"step_seconds": sum(parts), "data_wait": parts[0] / sum(parts)}
-        figures |= {f"step_seconds/{name}": value for name, value in zip(PARTS, parts, strict=True)}
+        taken = {name: value for name, value in zip(PARTS, parts, strict=True) if value or name not in _OF_SOME}
+        figures |= {f"step_seconds/{name}": value for name, value in taken.items()}
         if "non_padding_tokens" in measured.done:
             figures["tokens_per_second"] = figures["non_padding_tokens_per_second"]
         if "flops" in measured.done and self._peak:
@@ -319,7 +324,8 @@ def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
         mfu = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
         texts.append(f"{summary['model_flops_per_second'] / ranks / 1e12:,.3g} model TFLOP/s per device{mfu}")
     total = summary["step_seconds"]
-    parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
+    taken = {name: summary[key] / total for name in PARTS if (key := f"step_seconds/{name}") in summary}
+    parts = ", ".join(f"{name.replace('_', '+')} {share:.1%}" for name, share in taken.items())
     measured = f"{as_count(steps, 'step')} on {as_count(ranks, 'device')}"
     rated = ", ".join(texts) or "unknown, as batches hold no tensors; pass count=<function from batch to BatchCounts>"
     return f"throughput of {measured}: {rated}\na step takes {as_number(total)} s: {parts}"

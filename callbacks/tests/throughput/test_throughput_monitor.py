@@ -2,6 +2,7 @@
 
 import csv
 import gc
+import logging
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lit_callbacks import MemoryProfiler, ThroughputMonitor
-from lit_callbacks.phases import PhaseProfiler, watch
+from lit_callbacks.phases import PhaseProfiler, watch, within_a_step
 from lit_callbacks.report.report_data import read_metrics
 from lit_callbacks.throughput import clocks
 from lit_callbacks.throughput.batch_counts import BatchCounts, count_batch
@@ -72,6 +73,17 @@ class Slow(TinyLM):
         self.clock.now += 0.125  # none of the named parts
 
 
+class Generates(Slow):
+    """Generates what it trains on, and asks a teacher; also in validation."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        with within_a_step(self.trainer, self, "generation"):
+            self.clock.now += 32
+        with within_a_step(self.trainer, self, "forward"):
+            self.clock.now += 64
+        return batch
+
+
 class SlowCallback(Callback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -96,7 +108,9 @@ class SlowLoader:
             yield batch
 
 
-def run_slowly(tmp_path: Path, clock: Clock, **options: Any) -> tuple[ThroughputMonitor, Trainer]:
+def run_slowly(
+    tmp_path: Path, clock: Clock, kind: type[Slow] = Slow, **options: Any
+) -> tuple[ThroughputMonitor, Trainer]:
     monitor = ThroughputMonitor(window=2, flops=lambda batch: 600.0, peak=1000.0)
     saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
@@ -108,7 +122,7 @@ def run_slowly(tmp_path: Path, clock: Clock, **options: Any) -> tuple[Throughput
         **options,
     )
     # 16 samples of 8 tokens, 3 of them padding and 2 of the other 5 a prompt: 8 batches, 4 optimizer steps.
-    trainer.fit(Slow(clock), SlowLoader(clock, texts(padding=3, prompt=2)), texts(4))
+    trainer.fit(kind(clock), SlowLoader(clock, texts(padding=3, prompt=2)), texts(4))
     return monitor, trainer
 
 
@@ -138,6 +152,18 @@ def test_every_second_is_where_it_belongs(tmp_path: Path, clock: Clock) -> None:
         assert monitor.summary[name] == pytest.approx(value, rel=1e-9), name
         assert float(trainer.callback_metrics[f"throughput/{name}"]) == pytest.approx(value, rel=1e-6), name
     assert not any("device/" in name for name in monitor.summary)  # there is one
+    assert "step_seconds/generation" not in monitor.summary
+
+
+def test_what_a_module_does_outside_of_its_training_step(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monitor, trainer = run_slowly(tmp_path, clock, Generates)
+    wanted = {**STEP, "generation": 64, "forward_backward": 12 + 128}
+    assert {name: monitor.summary[f"step_seconds/{name}"] for name in wanted} == wanted
+    assert float(trainer.callback_metrics["throughput/step_seconds/generation"]) == 64
+    assert "s: data 0.9%, generation 28.7%, forward+backward 62.8%" in caplog.text
 
 
 def test_the_window_forgets_and_the_run_does_not(tmp_path: Path, clock: Clock) -> None:

@@ -82,7 +82,7 @@ NOTES = {
     "every day with data.template_options={{strftime_now: {today}}}",
     "options left out": f"row: has options in {OPTIONS_COLUMN!r} that {{template}} does not use; left out",
     "special tokens in text": "row: spells special tokens in its text, which are read as such",
-    "without answer": f"row: without a known answer, which no reward reads; {OPEN!r} stands in its place",
+    "without answer": f"row: without a known answer, and none is needed; {OPEN!r} stands in its place",
     "pair incomplete": "row: one of its answers was dropped or has no supervised token left, so the pair was left out",
     "answers equal": "row: both answers have the same tokens within data.max_length={max_length}, so the pair was left "
     "out",

@@ -154,8 +154,8 @@ def prompts_of(data: TextDataModule, split: str) -> list[dict[str, str]]:
     """
     if not (prompts := data.splits.prompts(split)):
         raise RecipeError(
-            f"trainer.callbacks: ExactMatch asks prompts with known answers, and the {split} data has none, but text "
-            "or tokens alone; leave ExactMatch out, or give data of another format"
+            f"trainer.callbacks: ExactMatch compares with known answers, and no row of the {split} data is a prompt "
+            "with one; leave ExactMatch out, or give data with answers to prompts"
         )
     return prompts
 

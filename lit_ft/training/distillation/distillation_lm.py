@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.phases import within_a_step
 from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -125,7 +126,8 @@ class DistillationLM(CausalLM):
     def _with_teacher(self, batch: PackedBatch, ratio: float) -> PackedBatch:
         """A packed batch with the teacher's hidden states; ``ratio`` is its part in the loss of training."""
         self.teacher.load(self.device)
-        hidden = self.teacher.hidden_states(batch)
+        with within_a_step(self.trainer, self, "forward"):
+            hidden = self.teacher.hidden_states(batch)
         return {**batch, "target_teacher": hidden, "teacher_ratio": ratio if self.trainer.training else 0.0}
 
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:

@@ -8,24 +8,30 @@ from lit_callbacks.output.quantities import as_count
 from torch import Tensor
 
 from lit_ft.errors import RecipeError, check_counts, check_types
+from lit_ft.model.generation import GREEDY
 from lit_ft.packed_batch import PackedBatch
+from lit_ft.protocols import RowNeeds
 from lit_ft.training.distillation.distillation_lm import DistillationLM
 from lit_ft.training.distillation.divergences import Divergence, ReverseKL
 from lit_ft.training.distillation.metrics import DistillationMetrics
 from lit_ft.training.metrics import TokenMean
 from lit_ft.training.policy.answers_file import AnswersFile
-from lit_ft.training.policy.rollouts import Rollouts, packed_answers
+from lit_ft.training.policy.rollouts import Rollouts, asked_of, packed_answers, with_known_answers
 from lit_ft.training.policy.sampled_answers import SampledAnswersModule
 
 OF_ANSWERS = ("answer_tokens", "cut_share")
 
 
 class OnPolicyMetrics(DistillationMetrics):
-    """What ``DistillationMetrics`` measures, and of the student's answers the mean length and the share that is cut."""
+    """What ``DistillationMetrics`` measures, and of the student's answers the mean length and the share that is cut.
+
+    Where no row has a known answer, a validation measures the divergence of the student's own answers, and no loss.
+    """
 
     def __init__(self, has_router_loss: bool = False) -> None:
         super().__init__(has_router_loss)
         self.of_answers = TokenMean((len(OF_ANSWERS),))
+        self.has_known_answers = True
         self._has_answers = False
         """Whether the step trains on answers of the student; the same on all ranks."""
 
@@ -34,6 +40,9 @@ class OnPolicyMetrics(DistillationMetrics):
         measured = torch.stack([rollouts.tokens.double().sum(), rollouts.is_cut.double().sum()])
         self.of_answers.update(measured.to(self.of_answers.total), rollouts.total.numel())
         self._has_answers = True
+
+    def _means(self, loss: Tensor) -> dict[str, Tensor]:
+        return super()._means(loss) if self.has_known_answers else {"divergence": self.divergence.compute()}
 
     def _further_means(self, loss: Tensor) -> dict[str, Tensor]:
         means = super()._further_means(loss)
@@ -49,11 +58,13 @@ class OnPolicyDistillationLM(SampledAnswersModule, DistillationLM):
     It takes the data of supervised training, as ``PolicyLM`` does: all before a sample's last answer is the prompt. The
     student answers it with draws from its own probabilities (temperature 1), and learns the teacher's probabilities of
     each token of its answer. Gradients do not go through the draws (Agarwal et al. 2024, arXiv:2306.13649, section 3).
+    Where all steps are of that kind, samples need no answer.
 
     Logged: ``train/{answer_tokens,cut_share}``, means over the student's answers of one optimizer step, and otherwise
     what ``DistillationLM`` logs.
     """
 
+    measured_of_own = "val/divergence with mode: min"
     measured: Sequence[str] = (*DistillationLM.measured, *(f"train/{name}" for name in OF_ANSWERS))
 
     def __init__(
@@ -98,7 +109,14 @@ class OnPolicyDistillationLM(SampledAnswersModule, DistillationLM):
         self.on_policy, self.answers_per_prompt, self.answers_at_once = on_policy, answers_per_prompt, answers_at_once
         self.trains_on_data = on_policy < 1
         self.train_metrics: OnPolicyMetrics = OnPolicyMetrics(self.spec.router_aux_loss is not None)
+        self.val_metrics: OnPolicyMetrics = OnPolicyMetrics()
+        self.test_metrics: OnPolicyMetrics = OnPolicyMetrics()
         self._file = AnswersFile(())
+
+    @property
+    def row_needs(self) -> RowNeeds:
+        """What is read of the rows of the data; see ``SamplesAnswers``."""
+        return RowNeeds({}, None, may_lack_answers=not self.trains_on_data)
 
     @staticmethod
     def _default_divergence() -> Divergence:
@@ -112,9 +130,13 @@ class OnPolicyDistillationLM(SampledAnswersModule, DistillationLM):
         self, batch: PackedBatch | Mapping[str, Tensor], dataloader_idx: int
     ) -> PackedBatch | Mapping[str, Tensor]:
         """In its share of steps, answer the prompts of a batch, and put the answers in the place of the data's."""
-        if not (self.trainer.training and self._answers_in_step(self.trainer.global_step)):
-            return super().on_after_batch_transfer(batch, dataloader_idx)
+        if self.trainer.predicting:
+            return batch
         given = self._packed.as_packed_batch(batch)
+        if not self.trainer.training:
+            return self._evaluated(given)
+        if not self._answers_in_step(self.trainer.global_step):
+            return super().on_after_batch_transfer(given, dataloader_idx)
         rollouts, of_step = self.rollouts_in_step(given, self.answers_per_prompt)
         trained = packed_answers(rollouts, range(len(rollouts.ids)), given, self.device)
         if "window_tokens" in given:
@@ -124,6 +146,23 @@ class OnPolicyDistillationLM(SampledAnswersModule, DistillationLM):
         self.train_metrics.add_answers(rollouts)
         self._file.add(self.trainer, rollouts)
         return self._with_teacher(trained, 1.0)
+
+    def _evaluated(self, given: PackedBatch) -> PackedBatch:
+        """The known answers of a batch of the data, or greedy ones of the student where its split has none."""
+        if self._metrics_of_stage().has_known_answers:
+            return self._with_teacher(with_known_answers(given), self.kd_ratio)
+        rollouts = self.rollouts(asked_of(given), 1, GREEDY, is_computed=bool(given["segment_lengths"]))
+        return self._with_teacher(packed_answers(rollouts, range(len(rollouts.ids)), given, self.device), 1.0)
+
+    def on_validation_start(self) -> None:
+        """Measure the known answers where there are any."""
+        super().on_validation_start()
+        self.val_metrics.has_known_answers = self.has_known_answers("val")
+
+    def on_test_start(self) -> None:
+        """Measure the known answers where there are any."""
+        super().on_test_start()
+        self.test_metrics.has_known_answers = self.has_known_answers("test")
 
     def _answers_in_step(self, step: int) -> bool:
         return int((step + 1) * self.on_policy) > int(step * self.on_policy)

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.phases import within_a_step
 from peft import PeftModel
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from lit_ft.model.config.positions import check_positions
 from lit_ft.model.generation import GREEDY
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
-from lit_ft.protocols import Checkpoint, GivesFirstBatches, GivesKnownAnswers
+from lit_ft.protocols import Checkpoint, GivesFirstBatches
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
 from lit_ft.training.policy.answers_file import AnswersFile
@@ -45,6 +44,8 @@ class PolicyLM(SampledAnswersModule, CausalLM):
     beside loss, perplexity and token accuracy of the known ones; ``.../reward/<source>`` where the data has several
     sources; and otherwise what ``CausalLM`` logs.
     """
+
+    measured_of_own = "val/reward with mode: max"
 
     def __init__(
         self,
@@ -118,8 +119,6 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         for reward in self.rewards:
             reward.device = self.trainer.strategy.root_device
         self.check_data(datamodule_of(self._trainer), stage)
-        if stage == "fit" and not self._has_known_answers("val"):
-            _check_monitors(self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def check_data(self, data: object, stage: str) -> None:
         """Try the rewards on known answers of the data; see ``ChecksData``."""
@@ -183,7 +182,7 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         batch["target_reference"] = torch.zeros_like(batch["target_weights"])
         if batch["segment_lengths"]:
             assert isinstance(self.model, PeftModel), "others are refused"
-            with self.apart_from_training():
+            with self.apart_from_training(), within_a_step(self.trainer, self, "forward"):
                 self.eval()
                 is_new = self.trainer.global_step == 0
                 batch["target_reference"] = reference_losses(self, self.model, batch, is_new)
@@ -207,16 +206,12 @@ class PolicyLM(SampledAnswersModule, CausalLM):
     def on_validation_start(self) -> None:
         """Measure the loss of known answers where there are any."""
         super().on_validation_start()
-        self.val_metrics.has_known_answers = self._has_known_answers("val")
+        self.val_metrics.has_known_answers = self.has_known_answers("val")
 
     def on_test_start(self) -> None:
         """Measure the loss of known answers where there are any."""
         super().on_test_start()
-        self.test_metrics.has_known_answers = self._has_known_answers("test")
-
-    def _has_known_answers(self, split: str) -> bool:
-        data = datamodule_of(self.trainer)
-        return not isinstance(data, GivesKnownAnswers) or data.has_known_answers(split)
+        self.test_metrics.has_known_answers = self.has_known_answers("test")
 
     # --- step ------------------------------------------------------------------------------------
 
@@ -270,21 +265,6 @@ class PolicyLM(SampledAnswersModule, CausalLM):
         rewards = " + ".join(repr(reward) if factor == 1 else f"{factor:g} {reward!r}" for factor, reward in weighted)
         kl = f", kl_weight={self.kl_weight:g}" if self.kl_weight else ""
         return f"{self.answers_per_prompt} answers of its own to each prompt, by {self.algorithm!r} of {rewards}{kl}"
-
-
-def _check_monitors(callbacks: Sequence[Callback]) -> None:
-    """Refuse callbacks that wait for metrics of known answers, where no row has one.
-
-    Raises:
-        RecipeError: there is one.
-    """
-    of_known = [f"val/{name}" for name in ("loss", *CausalLM.measured)]
-    for callback in callbacks:
-        if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor in of_known:
-            raise RecipeError(
-                f"trainer.callbacks: {type(callback).__name__} monitors {callback.monitor}, and no row of the "
-                "validation data has a known answer to measure it; monitor val/reward with mode: max, or give answers"
-            )
 
 
 def _checked(rewards: list[Reward] | None, factors: list[float] | None) -> tuple[list[Reward], list[float]]:

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lit_callbacks import LossLedger
+from lit_callbacks.phases import within_a_step
 from torch import Tensor
 
 from lit_ft import process
@@ -12,8 +15,10 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import is_at_start_of_step
 from lit_ft.model.generation import GeneratedAnswer, Sampling, has_marks
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.protocols import FinishReason, RowNeeds
+from lit_ft.process import datamodule_of
+from lit_ft.protocols import FinishReason, GivesKnownAnswers, RowNeeds
 from lit_ft.training.answering import AnsweringModule, AnswerOptions
+from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.policy.answers_file import AnswersFile
 from lit_ft.training.policy.rewards import Reward, SampledAnswer, rewards_of
 from lit_ft.training.policy.rollouts import Asked, Rollouts, asked_in_window, asked_of, of_replicas_leader
@@ -27,24 +32,42 @@ class SampledAnswersModule(AnsweringModule):
     answers_at_once: int
     trains_on_data: bool = False
     """Whether some steps train on the answers of the data."""
+    measured_of_own: str
+    """A metric of validation for which no known answer is needed, and its mode."""
     _file: AnswersFile
     _of_step: Rollouts | None = None
     """Answers to all prompts of the step on this rank; None before the first micro-batch of a fit."""
 
     def setup(self, stage: str) -> None:
-        """Refuse a ledger of the losses of samples, where there are none.
+        """Refuse callbacks that wait for losses of samples, or of known answers, where there are none.
 
         Raises:
             RecipeError: there is one.
         """
         super().setup(stage)
-        callbacks = cast(Sequence[object], self.trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = cast(Sequence[Callback], self.trainer.callbacks)  # type: ignore[attr-defined]
         has_ledger = any(isinstance(callback, LossLedger) for callback in callbacks)
         if stage == "fit" and has_ledger and not self.trains_on_data:
             raise RecipeError(
                 f"trainer.callbacks: LossLedger keeps the loss of each sample of the data, and {type(self).__name__} "
                 "trains on answers of its own; leave LossLedger out"
             )
+        if stage == "fit" and not self.has_known_answers("val"):
+            self._check_monitors(callbacks)
+
+    def _check_monitors(self, callbacks: Sequence[Callback]) -> None:
+        of_known = [f"val/{name}" for name in ("loss", *CausalLM.measured)]
+        for callback in callbacks:
+            if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor in of_known:
+                raise RecipeError(
+                    f"trainer.callbacks: {type(callback).__name__} monitors {callback.monitor}, and no row of the "
+                    f"validation data has a known answer to measure it; monitor {self.measured_of_own}, or give answers"
+                )
+
+    def has_known_answers(self, split: str) -> bool:
+        """Whether any sample of a split (val, test) has a known answer."""
+        data = datamodule_of(self.trainer)
+        return not isinstance(data, GivesKnownAnswers) or data.has_known_answers(split)
 
     @property
     def row_needs(self) -> RowNeeds:
@@ -71,10 +94,12 @@ class SampledAnswersModule(AnsweringModule):
         """
         asked, sampling = asked_of(batch), Sampling(temperature=1.0, seed=process.seed())
         if "window_tokens" not in batch:  # a loader that shows no more than this batch
-            alone = self.rollouts(asked, each, sampling, bool(batch["segment_lengths"]))
+            with within_a_step(self.trainer, self, "generation"):
+                alone = self.rollouts(asked, each, sampling, bool(batch["segment_lengths"]))
             return alone, alone
         if self._of_step is None or is_at_start_of_step(self.trainer):
-            self._of_step = self.rollouts(asked_in_window(batch), each, sampling)
+            with within_a_step(self.trainer, self, "generation"):
+                self._of_step = self.rollouts(asked_in_window(batch), each, sampling)
         return self._of_step.take(asked), self._of_step
 
     def rollouts(self, asked: Sequence[Asked], each: int, sampling: Sampling, is_computed: bool = True) -> Rollouts:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.evaluation.evaluation_side_effects import evaluating
+from lit_callbacks.phases import within_a_step
 from torch import Tensor
 
 from lit_ft.errors import RecipeError, check_types
@@ -186,7 +187,7 @@ class PreferenceLM(CausalLM):
             return
         mismatched = cast(PackedBatch, batch).get("window_mismatched")
         if mismatched is not None:
-            with self.apart_from_training(), torch.no_grad():
+            with self.apart_from_training(), within_a_step(self.trainer, self, "forward"), torch.no_grad():
                 self.eval()
                 self._divergence["train"] = self._reference.divergence(self.trainer, self, "train", mismatched)
 

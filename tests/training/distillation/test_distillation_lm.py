@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from compared_strategies import adamw
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lit_callbacks import LossLedger
 from peft import LoraConfig
@@ -216,6 +218,53 @@ def test_a_share_of_steps_is_on_own_answers(make_trainer: Any, folders: tuple[st
     assert [line["step"] for line in lines] == [2, 4]
     assert {"prompt", "answer", "expected", "tokens", "finish_reason"} < lines[0].keys()
     assert not {"reward", "rewards"} & lines[0].keys()
+
+
+def test_prompts_without_answers(
+    make_trainer: Any, folders: tuple[str, str], questions: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that is measured is of answers of the student: of greedy ones in a validation."""
+    caplog.set_level(logging.INFO)
+    asked = str(Path(questions).with_name("asked.json"))
+    module = OnPolicyDistillationLM(folders[0], teacher=folders[1], max_new_tokens=3, optimizer=steady)
+    found = make_trainer().validate(module, data_of(asked, "asked.json"), verbose=False)[0]
+    assert found == {"val/divergence": pytest.approx(_divergence_of_greedy(folders, asked), rel=1e-5)}
+    trainer = make_trainer(max_epochs=1, log_every_n_steps=1)
+    trainer.fit(module, data_of(asked, "asked.json"))
+    assert "3 of 3 rows: without a known answer, and none is needed" in caplog.text
+    assert trainer.callback_metrics["train/answer_tokens"] > 0
+    assert not {"val/loss", "val/perplexity", "val/token_accuracy"} & trainer.callback_metrics.keys()
+
+
+def _divergence_of_greedy(folders: tuple[str, str], path: str) -> float:
+    """Mean reverse divergence of the student's greedy answers of 3 tokens, by plain transformers."""
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    tokens, terms = max(tokenizer.get_vocab().values()) + 1, []
+    for row in json.loads(Path(path).read_text("utf-8")):
+        turn = {"role": "user", "content": f"{row['instruction']}\n{row['input']}".strip()}
+        prompt = tokenizer.apply_chat_template([turn], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        answered = student.generate(prompt, do_sample=False, max_new_tokens=3)
+        at = torch.arange(prompt.shape[1] - 1, answered.shape[1] - 1)
+        with torch.no_grad():
+            of_student, of_teacher = (
+                model(answered).logits[0, at, :tokens].log_softmax(-1) for model in (student, teacher)
+            )
+        terms.append(kl_div(of_teacher, of_student, log_target=True, reduction="none").sum(-1))
+    return float(torch.cat(terms).mean())
+
+
+@pytest.mark.parametrize("options", [{"on_policy": 0.5}, {}])
+def test_what_cannot_be_without_answers(
+    make_trainer: Any, folders: tuple[str, str], questions: str, options: dict[str, Any]
+) -> None:
+    asked = str(Path(questions).with_name("asked.json"))
+    module = OnPolicyDistillationLM(folders[0], teacher=folders[1], max_new_tokens=3, **options)
+    monitors = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(monitor="val/loss")]}
+    said = r"'output' is empty" if options else r"monitors val/loss, .*; monitor val/divergence with mode: min, or give"
+    with pytest.raises(RecipeError, match=said):
+        make_trainer(max_epochs=1, **({} if options else monitors)).fit(module, data_of(asked, "asked.json"))
+    assert module.model is None, "before weights are read"
 
 
 def test_losses_of_sources(make_trainer: Any, folders: tuple[str, str], questions: str) -> None:

@@ -35,7 +35,7 @@ def _fit(make_trainer: Any, folders: tuple[str, str], path: str, how: dict[str, 
 
 WAYS: dict[str, dict[str, Any]] = {
     "answers of the data": {"model": {"peft": None, "kd_ratio": 0.75}},  # with a head that trains
-    "own answers": {"model": {"on_policy": 1.0, "answers_per_prompt": 2}},
+    "own answers": {"model": {"on_policy": 1.0, "answers_per_prompt": 2}, "data": {"val": "asked.json"}},
     "both": {"model": {"on_policy": 0.5, "kd_ratio": 0.75}},
 }
 

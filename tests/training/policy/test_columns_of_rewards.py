@@ -163,7 +163,7 @@ def test_rows_may_be_without_an_answer_that_no_reward_reads(
     trainer = make_trainer(max_epochs=1)
     trainer.fit(_module(model_folder, reward), data_of(path, val_path=path))
     assert set(reward.expected) == {""}
-    assert "4 of 4 rows: without a known answer, which no reward reads; '?' stands in its place" in caplog.text
+    assert "4 of 4 rows: without a known answer, and none is needed; '?' stands in its place" in caplog.text
     assert trainer.callback_metrics["val/reward"] > 0
     assert not {"val/loss", "val/perplexity", "val/token_accuracy"} & trainer.callback_metrics.keys()
 
