@@ -9,9 +9,17 @@ Where a sample is a pair of preference data, its chosen and its rejected convers
 P pairs are 2P segments. Where answers are unpaired, one of both is missing in each pair, and P pairs are P segments.
 ``target_answers``, ``pairs`` and ``pair_sources`` are in every batch of such data, of length 0 in one without pairs,
 and in no other.
+
+Samples that begin alike share their first tokens (``SharedPrefixes``). A token's hidden state depends on the tokens
+before it alone, so that of a prompt is the same for all answers to it: for both answers of a preference pair, for all
+that a model gives to a prompt, for samples that begin with one system prompt or one list of tools. Those tokens may be
+computed once; other tokens of a sample then attend to those of the sample before it. Hidden states are repeated
+afterwards, so that who reads them sees the packed batch as it is.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, cast
 
@@ -29,6 +37,63 @@ IGNORE_INDEX = -100
 
 Conversation = tuple[np.ndarray, np.ndarray]
 """Ids and labels of a sample, each ``(tokens,)``, labels unshifted."""
+
+
+LEAST_SHARE = 0.1
+"""Least share of a batch's tokens that sharing saves; gathering keys and values takes time too."""
+
+
+class SharedPrefixes:
+    """Prefixes that the S samples of a packed batch of T tokens share, each with the sample before it."""
+
+    def __init__(self, lengths: Sequence[int], shared: Sequence[int]) -> None:
+        """Set what is shared.
+
+        Args:
+            lengths: tokens of each sample.
+            shared: first tokens of each that are those of the sample before it: 0 for the first sample, less than its
+                length for each.
+        """
+        self.lengths, self.shared = list(lengths), list(shared)
+        self.is_used = False
+        """Whether the model that has computed the batch last has left them out."""
+
+    @classmethod
+    def of(cls, samples: Sequence[np.ndarray]) -> "SharedPrefixes | None":
+        """Prefixes of samples, each the ids of its tokens; None where sharing them saves too little."""
+        shared = [0, *(_common(before, ids) for before, ids in pairwise(samples))]
+        lengths = [len(ids) for ids in samples]
+        return cls(lengths, shared) if sum(shared) >= max(LEAST_SHARE * sum(lengths), 1) else None
+
+    @property
+    def own_lengths(self) -> list[int]:
+        """Tokens of each sample that are computed."""
+        return [length - shared for length, shared in zip(self.lengths, self.shared, strict=True)]
+
+    @cached_property
+    def computed(self) -> np.ndarray:
+        """Which of the T tokens are computed, ``(T',)``, int64."""
+        starts = np.cumsum([0, *self.lengths[:-1]])
+        parts = zip(starts, self.lengths, self.shared, strict=True)
+        return np.concatenate([np.arange(start + shared, start + length) for start, length, shared in parts])
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Where each of the T tokens is among those that are computed, ``(T,)``, int64."""
+        of_samples: list[np.ndarray] = []
+        before, taken = np.zeros(0, dtype=np.int64), 0
+        for shared, own in zip(self.shared, self.own_lengths, strict=True):
+            before = np.concatenate([before[:shared], np.arange(taken, taken + own)])
+            of_samples.append(before)
+            taken += own
+        return np.concatenate(of_samples)
+
+
+def _common(before: np.ndarray, ids: np.ndarray) -> int:
+    """Number of first tokens that two samples have in common; the second one keeps its last token."""
+    most = min(len(before), len(ids) - 1)
+    differ = np.flatnonzero(before[:most] != ids[:most])
+    return int(differ[0]) if len(differ) else max(most, 0)
 
 
 class RowValues(NamedTuple):
@@ -53,6 +118,8 @@ class PackedBatch(TypedDict, total=False):
     """``(1, T)``, int64, restarting at 0 with each sample."""
     segment_lengths: list[int]
     """S lengths that add up to T; of pairs 2P, or P where answers are unpaired."""
+    shared_prefixes: SharedPrefixes
+    """First tokens that samples have in common; absent where there are few. A part of the batch may not have it."""
     is_dummy: bool
     """Present where the batch is no sample but one token that predicts nothing, which a rank computes because others do
     or because none of its samples trains; throughput does not count it."""
@@ -143,7 +210,7 @@ def pack_samples(
     labels[starts] = IGNORE_INDEX
     supervised = np.flatnonzero(labels != IGNORE_INDEX)
     of_token = np.repeat(np.zeros(len(lengths), dtype=np.int64) if sources is None else sources, lengths)
-    return PackedBatch(
+    batch = PackedBatch(
         input_ids=torch.from_numpy(ids)[None],
         position_ids=torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths))[None],
         segment_lengths=lengths,
@@ -151,6 +218,9 @@ def pack_samples(
         targets=torch.from_numpy(labels[supervised]),
         target_sources=torch.from_numpy(of_token[supervised]),
     )
+    if (shared := SharedPrefixes.of([ids for ids, _ in samples])) is not None:
+        batch["shared_prefixes"] = shared
+    return batch
 
 
 def pack_pairs(
@@ -294,8 +364,15 @@ def dummy_batch(device: torch.device) -> PackedBatch:
 
 
 def pad_to_multiple(batch: PackedBatch, of: int) -> PackedBatch:
-    """Append a sample of dummy tokens that predict nothing, so that the number of tokens is a multiple of ``of``."""
+    """Append a sample of dummy tokens that predict nothing, so that the number of tokens is a multiple of ``of``.
+
+    Samples of the result share no prefixes, unless any number of tokens would do.
+    """
     missing = -batch["input_ids"].numel() % of
+    if of == 1:
+        return batch
+    batch = batch.copy()
+    batch.pop("shared_prefixes", None)
     if missing == 0:
         return batch
     ids = batch["input_ids"]

@@ -42,6 +42,18 @@ class HasScore(Protocol):
 
 
 @runtime_checkable
+class SharesTokens(Protocol):
+    """First tokens that samples of a packed batch have in common, for ``ThroughputMonitor``."""
+
+    is_used: bool
+    """Whether they were computed once."""
+
+    @property
+    def own_lengths(self) -> Sequence[int]:
+        """Tokens of each sample that are computed then."""
+
+
+@runtime_checkable
 class RendersPrompts(Protocol):
     """A module that renders conversations itself, e.g. with limits on the time and memory of a chat template."""
 

@@ -17,6 +17,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals import torch as torch_internals
 from lit_ft.internals.lightning import forget_logged_values
 from lit_ft.internals.transformers import GroupedExperts
+from lit_ft.model.isolation import lengths
 from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
 from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.tuning.targets.experts import ExpertLayer, expert_layers
@@ -220,6 +221,8 @@ class ExpertLoad(OwnStateMetric):
 
     def update(self, layer_index: int, index: Tensor) -> None:
         """Count the tokens of a layer, by the indices of each token's experts, ``(tokens, k)``."""
+        if (shared := lengths.shared()) is not None:  # each sample has its own
+            index = index.index_select(0, shared.places)
         chosen = index.flatten()
         self.counts[layer_index].scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for CUDA
 

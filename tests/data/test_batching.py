@@ -3,6 +3,7 @@
 import random
 import time
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,25 @@ import numpy as np
 import pytest
 import torch
 from lit_callbacks.throughput.batch_counts import count_batch
+from shared_fixtures import make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_ft import RecipeError
 from lit_ft.data.loaders import batching
-from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
+from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, together
 from lit_ft.data.loaders.mixing import Mixing, check_weights
+from lit_ft.data.loaders.order import order_of_samples
 from lit_ft.data.loaders.packing import best_fit
+from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.data.tokens.samples import ARRAYS, CHOSEN, ArrayFiles, Samples, collect, join, read_arrays, targets_of
-from lit_ft.packed_batch import PackedBatch, as_packed_batch, from_padded, pack_samples, pad_to_multiple
+from lit_ft.packed_batch import (
+    PackedBatch,
+    SharedPrefixes,
+    as_packed_batch,
+    from_padded,
+    pack_samples,
+    pad_to_multiple,
+)
 from lit_ft.packed_batch import split as split_batch
 
 
@@ -471,3 +482,61 @@ def test_a_part_of_a_packed_batch_is_waited_for_once() -> None:
     with Waits() as waits:
         split_batch(whole, 4)
     assert waits.count == 4
+
+
+def _conversations(counts: Sequence[int], length: int = 20) -> Samples:
+    """Rows of several answers, each of them a sample; those of a row begin alike, and get longer."""
+    generator = np.random.default_rng(0)
+    ids, lengths, rows = [], [], []
+    for row, count in enumerate(counts):
+        whole = generator.integers(5, 400, length * count)
+        for turn in range(1, count + 1):
+            ids.append(whole[: length * turn])
+            lengths.append(length * turn)
+            rows.append(row)
+    joined = np.concatenate(ids)
+    return join([collect(joined, joined, np.array(lengths), np.array(rows))], [])
+
+
+def test_answers_of_a_conversation_follow_one_another() -> None:
+    """In another order in each epoch, and none is lost."""
+    counts = [1, 3, 2, 4, 1, 2]
+    samples = _conversations(counts)
+    plan = BatchPlan(2, shuffle=True, seed=3)
+    orders = [[i for unit in plan.units(samples, epoch) for i in unit] for epoch in range(2)]
+    for order in orders:
+        assert sorted(order) == list(range(13))
+        rows = samples.rows[order]
+        assert len(np.flatnonzero(np.diff(rows))) == len(counts) - 1
+        assert all((np.diff(np.array(order)[rows == row]) > 0).all() for row in range(6))
+    assert orders[0] != orders[1]
+    apart = BatchPlan(2, shuffle=True, seed=3, keeps_beginnings=False).units(samples, 0)
+    assert [i for unit in apart for i in unit] != orders[0]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_answers_of_a_conversation_are_packed_together(shuffle: bool) -> None:
+    samples = _conversations([4, 1, 3, 4, 2])
+    bins = BatchPlan(1, packing=128, shuffle=shuffle).units(samples, 0)
+    assert sorted(i for one in bins for i in one) == list(range(14))
+    assert all(samples.lengths[one].sum() <= 128 for one in bins)
+    own = [SharedPrefixes.of([samples[i][0] for i in one]) for one in bins]
+    assert sum(sum(one.shared) for one in own if one) >= 200  # of 620 tokens
+    apart = BatchPlan(1, packing=128, shuffle=shuffle, keeps_beginnings=False).units(samples, 0)
+    assert sorted(i for one in apart for i in one) == list(range(14))
+
+
+def test_rows_whose_samples_begin_otherwise_are_in_any_order() -> None:
+    """As the parts of a long text."""
+    ids = np.random.default_rng(0).integers(5, 400, 200)
+    assert join([collect(ids, ids, np.full(10, 20), np.repeat([0, 1], 5))], []).of_one_beginning is None
+    assert _conversations([1, 1, 1]).of_one_beginning is None
+    assert together(np.array([2, 0, 2]), np.array([0, 0, 1])).tolist() == [2, 0, 2]  # drawn several times
+
+
+def test_another_order_of_answers_is_a_change_of_the_data() -> None:
+    """A checkpoint of an earlier version points to other samples."""
+    decides = order_of_samples(_conversations([2, 1]), Preparation(make_tokenizer()), Mixing()).saved()["decides"]
+    assert decides["answers of a conversation"] == "one after the other"
+    other = order_of_samples(_conversations([1, 1]), Preparation(make_tokenizer()), Mixing()).decides
+    assert "answers of a conversation" not in other

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lit_callbacks.batch_tokens import IGNORE_INDEX, per_token
+from lit_callbacks.protocols import SharesTokens
 
 Number = float | Tensor
 """A count; a tensor if it is on the device, which is read when it is logged and not before."""
@@ -25,6 +26,13 @@ class BatchCounts:
     """Number of positions for which the output head is computed."""
     lengths: Sequence[int] | Tensor | None = None
     """Lengths in tokens, without padding, of the samples that attention keeps apart."""
+    own_lengths: Sequence[int] | None = None
+    """Those of their tokens that are computed, where samples share first tokens, which are computed once."""
+
+    @property
+    def computed_tokens(self) -> Number | None:
+        """Number of tokens, without padding, that the layers compute."""
+        return self.non_padding_tokens if self.own_lengths is None else sum(self.own_lengths)
 
     def pairs(self, window: int | None) -> Number:
         """Number of query-key pairs: the sum over samples of length times length, or times ``window`` if that is less.
@@ -32,6 +40,9 @@ class BatchCounts:
         ``window`` is the width of sliding-window attention in tokens, or None.
         """
         lengths = self.lengths
+        if self.own_lengths is not None and lengths is not None:
+            each = zip(self.own_lengths, lengths, strict=True)
+            return sum(own * (n if window is None else min(n, window)) for own, n in each)
         if isinstance(lengths, Tensor):
             return (lengths * (lengths if window is None else lengths.clamp(max=window))).sum()
         return sum(n * (n if window is None else min(n, window)) for n in lengths or ())
@@ -42,11 +53,11 @@ def count_batch(batch: object) -> BatchCounts:
 
     Three kinds are known: a padded batch in the Hugging Face convention (``input_ids``, and optionally
     ``attention_mask`` and unshifted ``labels``), a packed batch (``input_ids``, ``segment_lengths``, ``targets``: the
-    head is computed for the targets only; with ``pairs``, a sample is one of these, and one or two segments; with a
-    true ``is_dummy`` it only keeps a rank in step with others, and nothing of it counts), and any other batch, whose
-    number of samples is the first dimension of its first tensor that is no scalar. A mask that is not one of tokens
-    (``(samples, 1, T, T)``) leaves the padding unknown; labels of samples, or of a decoder, leave the supervised tokens
-    unknown.
+    head is computed for the targets only; with ``pairs``, a sample is one of these, and one or two segments; with
+    ``shared_prefixes``, tokens that samples share are counted for each, and computed once; with a true ``is_dummy`` it
+    only keeps a rank in step with others, and nothing of it counts), and any other batch, whose number of samples is
+    the first dimension of its first tensor that is no scalar. A mask that is not one of tokens (``(samples, 1, T, T)``)
+    leaves the padding unknown; labels of samples, or of a decoder, leave the supervised tokens unknown.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
         first = _first_tensor(batch)
@@ -58,8 +69,9 @@ def count_batch(batch: object) -> BatchCounts:
         segments = list(batch["segment_lengths"])
         targets = len(batch["targets"]) if "targets" in batch else None
         positions = ids.numel() if targets is None else targets
-        samples = len(batch.get("pairs", segments))
-        return BatchCounts(samples, ids.numel(), ids.numel(), targets, positions, segments)
+        samples, shared = len(batch.get("pairs", segments)), batch.get("shared_prefixes")
+        own = shared.own_lengths if isinstance(shared, SharesTokens) and shared.is_used else None
+        return BatchCounts(samples, ids.numel(), ids.numel(), targets, positions, segments, own)
     mask, labels = per_token(batch, "attention_mask"), per_token(batch, "labels")
     width = ids.shape[-1]
     samples = ids.numel() // max(width, 1)

@@ -67,7 +67,7 @@ class TransformerFlops:
     """FLOPs of a batch as a weighted sum of its counts."""
 
     per_token: float
-    """FLOPs of the layers' weights for each non-padding token."""
+    """FLOPs of the layers' weights for each token that is computed."""
     per_head_position: float
     """FLOPs of the output head's weights for each position for which it is computed."""
     per_pair: Mapping[int | None, float] = field(default_factory=dict)
@@ -75,10 +75,10 @@ class TransformerFlops:
 
     def __call__(self, counts: BatchCounts) -> Number | None:
         """FLOPs of one forward and backward pass over a batch; None where its tokens are unknown."""
-        if counts.non_padding_tokens is None or counts.head_positions is None or counts.lengths is None:
+        if counts.computed_tokens is None or counts.head_positions is None or counts.lengths is None:
             return None
         attention = sum(cost * counts.pairs(window) for window, cost in self.per_pair.items())
-        of_weights = self.per_token * counts.non_padding_tokens
+        of_weights = self.per_token * counts.computed_tokens
         return of_weights + self.per_head_position * counts.head_positions + attention
 
     @classmethod

@@ -60,6 +60,8 @@ class BatchPlan:
     """Whether bins are in a random order, the same each epoch, although ``shuffle`` is off; by default those of the
     longest samples come first."""
     mixing: Mixing = field(default_factory=Mixing)
+    keeps_beginnings: bool = True
+    """Whether samples of one row that begin alike follow one another, so that these tokens are computed once."""
     shows_window: bool = False
     """Whether the first micro-batch of a window also holds the samples of all of them on its rank, or of pairs their
     prompts with answers to others."""
@@ -67,7 +69,7 @@ class BatchPlan:
     def units(self, samples: Samples, *numbers: int) -> list[Unit]:
         """Units of an epoch (or of a stream's buffer) in order; ``numbers`` are those of both, part of the seed."""
         if self.packing is None:
-            order = self.mixing.order(samples.source, self.shuffle, [self.seed, *numbers])
+            order = self._order(samples, [self.seed, *numbers])
             # Tuples of numbers, which Python's searches for cycles soon leave out; lists they traverse each time.
             return list(zip(order.tolist()))
         units = self._bins(samples, self.packing)
@@ -81,9 +83,21 @@ class BatchPlan:
         kept = _BINS.setdefault(samples, {})
         key = budget, self.mixing, self.shuffle, self.seed
         if key not in kept:
-            order = self.mixing.order(samples.source, self.shuffle, self.seed)
-            kept[key] = [order[members].tolist() for members in best_fit(samples.lengths[order], budget)]
+            order = self._order(samples, self.seed)
+            alike = samples.of_one_beginning if self.keeps_beginnings else None
+            if alike is None:
+                kept[key] = [order[members].tolist() for members in best_fit(samples.lengths[order], budget)]
+            else:
+                runs = runs_of(order, alike, samples.lengths, budget)
+                tokens = np.array([samples.lengths[run].sum() for run in runs])
+                kept[key] = [[i for k in members for i in runs[k]] for members in best_fit(tokens, budget)]
         return kept[key]
+
+    def _order(self, samples: Samples, seed: int | list[int]) -> np.ndarray:
+        """Indices of the samples of an epoch in order, ``(draws,)``, int64."""
+        order = self.mixing.order(samples.source, self.shuffle, seed)
+        alike = samples.of_one_beginning if self.keeps_beginnings and self.shuffle else None
+        return order if alike is None else together(order, alike)
 
     def length(self, units: int) -> int:
         """Number of micro-batches per replica and epoch."""
@@ -127,6 +141,34 @@ class BatchPlan:
                 room = self.token_budget
             room -= tokens
         return joined
+
+
+def together(order: np.ndarray, alike: np.ndarray) -> np.ndarray:
+    """An order of samples in which those that are alike follow one another, as they come in the data.
+
+    Args:
+        order: indices of samples, ``(draws,)``; those that are drawn again stay where they are.
+        alike: number of each sample, ``(samples,)``, equal for those that are alike.
+    """
+    if len(np.unique(order)) < len(order):
+        return order
+    first = np.full(int(alike.max()) + 1, len(order))
+    np.minimum.at(first, alike[order], np.arange(len(order)))
+    return order[np.lexsort((order, first[alike[order]]))]
+
+
+def runs_of(order: np.ndarray, alike: np.ndarray, lengths: np.ndarray, budget: int) -> list[list[int]]:
+    """Samples that are packed as one, in order: of those that are alike and follow one another as many as fit a bin."""
+    runs: list[list[int]] = []
+    room = 0
+    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        if runs and alike[runs[-1][-1]] == alike[i] and length <= room:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+            room = budget
+        room -= length
+    return runs
 
 
 def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:

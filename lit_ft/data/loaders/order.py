@@ -54,6 +54,8 @@ def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing,
         split.update(_bytes_of(array))
     decides = _options({**options, "data.mixing": (mixing.strategy, mixing.weights)})
     decides |= {f"source {number}": _describe(part) for number, part in enumerate(samples.parts, 1)}
+    if samples.of_one_beginning is not None:
+        decides["answers of a conversation"] = "one after the other"
     decides["samples that train"] = f"{len(samples):,} ({split.hexdigest()})"
     return Order(decides, _options(_settings(preparation)))
 

@@ -282,7 +282,7 @@ class StreamLoader:
             units: list[Unit] = [*_consecutive(map(len, left))]
             if fresh:
                 later = samples.take(np.arange(old, len(samples)))
-                plan = replace(self.plan, mixing=Mixing())  # the stream is mixed already
+                plan = replace(self.plan, mixing=Mixing(), keeps_beginnings=False)  # the stream is mixed already
                 units += [[old + i for i in unit] for unit in plan.units(later, resume["epoch"], number)]
             start = {"rows": rows, "left": _pack(left), "skip": skip}
             ending = ahead is None

@@ -45,17 +45,19 @@ def _kept() -> list[OpOverload]:
 def _contexts(kept: list[OpOverload]) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Contexts of a layer's first pass and of the second one, in which the packed batch is that of the first."""
     first, again = kept_results.contexts(kept) if kept else (nullcontext(), nullcontext())
-    return first, _Again(lengths.current(), again)
+    return first, _Again(lengths.current(), lengths.shared(), again)
 
 
 class _Again(ExitStack):
     """Context of a second pass; a pipeline that splits its backward pass in two enters it twice."""
 
-    def __init__(self, samples: Sequence[int], kept: AbstractContextManager[object]) -> None:
+    def __init__(
+        self, samples: Sequence[int], shared: lengths.SharedTokens | None, kept: AbstractContextManager[object]
+    ) -> None:
         super().__init__()
-        self._samples, self._kept = samples, kept
+        self._samples, self._shared, self._kept = samples, shared, kept
 
     def __enter__(self) -> "_Again":
-        self.enter_context(lengths.samples_of(self._samples))
+        self.enter_context(lengths.samples_of(self._samples, self._shared))
         self.enter_context(self._kept)
         return super().__enter__()

@@ -25,10 +25,12 @@ from transformers import AttentionInterface
 
 from lit_ft.errors import RecipeError
 from lit_ft.model.attention import varlen
+from lit_ft.model.attention.repeated import repeated
 from lit_ft.model.attention.segments import CPU_FP32_BELOW, Segments, attend, takes_segments
 from lit_ft.model.attention.sinks import attend_with_sinks
 from lit_ft.model.attention.varlen import Boundaries, takes_varlen
 from lit_ft.model.isolation import lengths as current_lengths
+from lit_ft.model.isolation.lengths import SharedTokens
 
 PACKED = "lit_ft_packed"
 
@@ -126,6 +128,8 @@ def _by_lengths(
     variant: Variant,
     segment_lengths: list[int] | None,
 ) -> Tensor:
+    if attention_mask is None and (shared := current_lengths.shared()) is not None:
+        return attend_with_shared_tokens(query, key, value, shared, variant)
     if not segment_lengths and isinstance(module, AttendsToAllRanks):
         segment_lengths = list(current_lengths.current())
     segment_lengths = segment_lengths or current_lengths.lengths_of(query.shape[2])
@@ -184,6 +188,24 @@ def attend_to_all_ranks(
         own_lengths, key_lengths = [q.shape[2] for q, _, _ in pieces], [k.shape[2] for _, k, _ in pieces]
         return attend_to_segments(joined_q, joined_k, joined_v, own_lengths, variant, key_lengths)
     outputs = [_segment(*piece, variant) for piece in pieces]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def attend_with_shared_tokens(
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedTokens, variant: Variant
+) -> Tensor:
+    """Attention of the tokens that are computed to those of their samples, ``(1, T', heads, head_dim)``.
+
+    Args:
+        query: queries of the T' tokens; so are keys and values.
+        shared: the samples.
+        variant: what attention differs in from softmax over all tokens before.
+    """
+    keys, values = (repeated(tensor, shared.places, 2) for tensor in (key, value))
+    if takes_varlen(query, value, variant.dropout):
+        return attend_to_segments(query, keys, values, shared.own_lengths, variant, shared.lengths)
+    of_samples = query.split(shared.own_lengths, 2), keys.split(shared.lengths, 2), values.split(shared.lengths, 2)
+    outputs = [_segment(*parts, variant) for parts in zip(*of_samples, strict=True)]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 

@@ -16,11 +16,15 @@ from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Decoder
+from lit_ft.model.attention.packed_attention import AttendsInChunks
+from lit_ft.model.attention.repeated import repeated
 from lit_ft.model.attention.segments import Segments, segments_of
 from lit_ft.model.compiled_layers import uses_inductor
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.isolation import lengths as current_lengths
-from lit_ft.model.isolation.lengths import samples_of
+from lit_ft.model.isolation.lengths import SharedTokens, samples_of
+from lit_ft.model.isolation.token_mixers import other_than_attention
+from lit_ft.model.rotary_embedding import depends_on_length
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pad_to_multiple
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.cuda_graphs import DecoderGraphs, check_attention
@@ -39,6 +43,21 @@ from lit_ft.tuning import prompt_learning
 def base_model_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Hugging Face model inside PEFT's wrapper."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def shares_tokens(model: PreTrainedModel | PeftModel) -> bool:
+    """Whether tokens that samples of a packed batch have in common can be computed once for all of them.
+
+    Packed attention gathers their keys and values. What mixes tokens in another way must see each sample: other layers,
+    frequencies that depend on the length, and prompts that train.
+    """
+    base = base_model_of(model)
+    return (
+        attention_implementation(base.config) == loading.PACKED
+        and not other_than_attention(base)
+        and not any(isinstance(part, AttendsInChunks) or depends_on_length(part) for part in base.modules())
+        and prompt_learning.method_of(model) is None
+    )
 
 
 class PackedForward:
@@ -67,6 +86,8 @@ class PackedForward:
         self.segment_lengths: list[int] = []
         """Lengths of the samples of the last batch."""
         self.computed_tokens, self.padding_tokens = 0, 0
+        self.shares_tokens = shares_tokens(model) and not (compiled or cuda_graphs)
+        """Whether tokens that samples have in common can be computed once."""
         self.takes_boundaries = bool(compiled) or cuda_graphs
         """Whether layers are given the boundaries of samples as a tensor, not the list of their lengths."""
         self.graphs: DecoderGraphs | None = None
@@ -100,7 +121,11 @@ class PackedForward:
             decoder: in place of the base model's, where a strategy has only a part of its layers here.
         """
         batch = self._padded(batch)
-        self.segment_lengths = lengths = batch["segment_lengths"]
+        shared = self._shared_tokens(batch, decoder)
+        self.segment_lengths = lengths = batch["segment_lengths"] if shared is None else shared.own_lengths
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        if shared is not None:
+            ids, positions = ids.index_select(1, shared.computed), positions.index_select(1, shared.computed)
         decoder = decoder or loading.decoder_of(self.base)
         if self.offload:
             decoder = activation_offload.keeping_on_host(decoder)
@@ -108,22 +133,34 @@ class PackedForward:
         options: dict[str, object] = {}
         if attention_implementation(self.base.config) == loading.PACKED:
             if self.takes_boundaries:  # without the list, for each length of which torch 2.11 compiles again
-                device, is_padded = batch["input_ids"].device, self.pad_rows_to is not None
-                options["segments"] = segments_of(with_virtual, device, has_few_shapes=is_padded)
+                is_padded = self.pad_rows_to is not None
+                options["segments"] = segments_of(with_virtual, ids.device, has_few_shapes=is_padded)
             else:
                 options["segment_lengths"] = with_virtual
-        with samples_of(with_virtual):
+        with samples_of(with_virtual, shared):
             if prompt_learning.method_of(self.model) is not None:
                 return prompt_learning.hidden_states(self.model, decoder, batch, **options)
             if self.graphs is not None and self.model.training and torch.is_grad_enabled():
-                return self.graphs(batch["input_ids"], batch["position_ids"], cast(Segments, options["segments"]))
+                return self.graphs(ids, positions, cast(Segments, options["segments"]))
             reads_router = bool(self.router_coefficient) and self.model.training
             options |= {"output_router_logits": True} if reads_router else {}
-            output = decoder(
-                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **options
-            )
+            output = decoder(input_ids=ids, position_ids=positions, use_cache=False, **options)
+        if reads_router and shared is not None:
+            output.router_logits = tuple(repeated(one, shared.places, one.ndim - 2) for one in output.router_logits)
         self.router_loss = router_loss.router_loss(self.base, output) if reads_router else None
-        return output.last_hidden_state
+        hidden: Tensor = output.last_hidden_state
+        return hidden if shared is None else repeated(hidden, shared.places, 1)
+
+    def _shared_tokens(self, batch: PackedBatch, decoder: Decoder | None) -> SharedTokens | None:
+        """First tokens that samples of a batch have in common, where the model can compute them once."""
+        prefixes, device = batch.get("shared_prefixes"), batch["input_ids"].device
+        if prefixes is None:
+            return None
+        prefixes.is_used = decoder is None and self.shares_tokens
+        if not prefixes.is_used:
+            return None
+        computed, places = (queued_copy(torch.from_numpy(one), device) for one in (prefixes.computed, prefixes.places))
+        return SharedTokens(prefixes.lengths, prefixes.own_lengths, computed, places)
 
     def _layers(self, ids: Tensor, positions: Tensor, segments: Segments) -> Tensor:
         decoder = loading.decoder_of(self.base)
@@ -201,4 +238,5 @@ class PackedForward:
             bound = of_token[None, :, None].to(output.dtype)
             return output + torch.empty_like(output).uniform_(-1, 1) * bound
 
+        self.shares_tokens = False
         self.base.get_input_embeddings().register_forward_hook(with_noise)
