@@ -164,6 +164,13 @@ COHERE2 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}"""
 
+COMMAND_A = (
+    COHERE2.rpartition("{%- if add")[0]
+    + """\
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- if add_generation_prompt %}{{- '<|START_RESPONSE|>' }}{%- endif %}"""
+)
+"""Opens the next turn behind each conversation, whoever speaks."""
+
 GEMMA4 = """\
 {{- bos_token }}
 {%- if tools %}{{- '<|turn>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '<turn|>\\n' }}
@@ -262,6 +269,12 @@ CASES = {
         "<|START_ACTION|> <|END_ACTION|>",
         "<|END_OF_TURN_TOKEN|>",
         answers("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "<|START_RESPONSE|>"),
+    ),
+    "command a": Case(
+        COMMAND_A,
+        "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|SYSTEM_TOKEN|> <|CHATBOT_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|>",
+        "<|END_OF_TURN_TOKEN|>",
+        answers("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
     ),
     "gemma4": Case(
         GEMMA4,
@@ -379,7 +392,8 @@ def test_text_is_as_the_template_writes_it(name: str) -> None:
         assert tokenizer.decode(ids) == whole.removesuffix("\n") + "</s>"
     else:
         assert whole.startswith(tokenizer.decode(ids))
-        assert whole[len(tokenizer.decode(ids)) :] in ("", "\n", "\n<|endoftext|>", "<|endoftext|>")
+        behind = ("", "\n", "\n<|endoftext|>", "<|endoftext|>", "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>")
+        assert whole[len(tokenizer.decode(ids)) :] in behind
 
 
 def test_the_prompt_of_an_answer_behind_several_results_that_are_spelled_out() -> None:
@@ -584,7 +598,8 @@ def test_a_turn_is_supervised_through_the_token_that_generation_stops_at() -> No
             "<|START_RESPONSE|>a lamp<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
         ]
     ]
-    for name, end in {"cohere2": "<|END_OF_TURN_TOKEN|>", "gemma4": "<turn|>", "ends the text": "<|end|>"}.items():
+    ends = {"cohere2": "<|END_OF_TURN_TOKEN|>", "gemma4": "<turn|>", "ends the text": "<|end|>"}
+    for name, end in {**ends, "command a": "<|END_OF_TURN_TOKEN|>"}.items():
         assert ChatTemplate(of_case(name)).end_of_turn == end
 
 

@@ -67,7 +67,15 @@ THINKING = {"enable_thinking": True}
 OPTIONS: dict[str, dict[str, Any] | None] = {"qwen3_5": THINKING}
 NO_TOOLS = ("gemma3", "deepseek_moe")
 """Families whose templates have no tools, which are spelled out (tests/data/test_rendering.py)."""
-WRITTEN_OTHERWISE = {("gpt_oss", "tools and thinking"), ("mistral", "a system prompt")}
+CHATS["tools and a system prompt"] = {
+    **CHATS["tools"],
+    "messages": [{"role": "system", "content": "the cup is red"}, *CHATS["tools"]["messages"]],
+}
+WRITTEN_OTHERWISE = {
+    ("gpt_oss", "tools and thinking"),
+    ("mistral", "a system prompt"),
+    ("mistral", "tools and a system prompt"),
+}
 """Here all turns through an answer, at once, are other tokens than the prompt of inference and the answer."""
 
 

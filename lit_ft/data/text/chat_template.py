@@ -202,14 +202,17 @@ class ChatTemplate:
         """Text that closes the assistant's turn, up to its last special token; empty where there is none.
 
         The token that stops generation may follow another one (``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>``).
-        Tokens that are absent once another turn follows close the full text, not the turn.
+        Tokens that are absent once another turn follows close the full text, not the turn. Those behind the
+        end-of-sequence token open the next turn, which some templates do whoever speaks.
         """
         run = self._adjacent_specials.search(self.closing)
         if run is None:
             return ""
         stays = len(os.path.commonprefix([self.closing, self._closing_before_a_question()]))  # noqa: RUF071
-        ends = [run.start() + token.end() for token in self._special.finditer(run.group())]
-        return self.closing[: max([end for end in ends if end <= stays], default=ends[0])]
+        tokens = list(self._special.finditer(run.group()))
+        ends = {run.start() + token.end(): token.group() for token in tokens}
+        kept = [end for end in ends if end <= stays] or [min(ends)]
+        return self.closing[: next((end for end in kept if ends[end] == self._tokenizer.eos_token), kept[-1])]
 
     def _closing_before_a_question(self) -> str:
         try:

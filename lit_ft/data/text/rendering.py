@@ -240,10 +240,11 @@ def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, 
             return before, goes_on + template.closing
         notes.append("other opening")
         return opened, through[len(opened) :]
-    # Mistral's template writes a system prompt into the last turn if it is the user's; gpt-oss's leaves out what the
-    # model thought before a call once an answer follows it.
-    thoughtless = {key: value for key, value in chat.messages[i].items() if key not in THINKING_KEYS}
-    opened, generation = _begin([*chat.messages[:i], thoughtless], chat.tools, template), before.removeprefix(earlier)
+    # Mistral's template writes a system prompt into the last turn if it is the user's, and no content beside a call;
+    # gpt-oss's leaves out what the model thought before a call once an answer follows it.
+    hidden = (*THINKING_KEYS, "tool_calls")
+    plain = {key: value for key, value in chat.messages[i].items() if key not in hidden}
+    opened, generation = _begin([*chat.messages[:i], plain], chat.tools, template), before.removeprefix(earlier)
     if before.startswith(earlier) and opened.endswith(template.opening) and template.opening.startswith(generation):
         start = len(opened) - len(template.opening) + len(generation)
         if through.startswith(opened[:start]):
