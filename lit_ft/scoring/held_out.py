@@ -76,7 +76,8 @@ def data_of(path: str, model: str, data: dict[str, object]) -> TextDataModule:
         options |= dict.fromkeys(_OF_THE_MODEL)
         options |= {name: value for name, value in _data_options_of(model)[1].items() if name in _OF_THE_MODEL}
     without_training = dict.fromkeys(("path", "sources", "val_path", "val_sources"))
-    options |= {**without_training, "val_fraction": 0.0, "streaming": False, "mixing": "concatenate", **data}
+    options |= {**without_training, "val_fraction": 0.0, "mixing": "concatenate"}
+    options |= {"streaming": False, "shuffle_buffer": DEFAULT_SHUFFLE_BUFFER, **data}
     return restore_run.data_of({"class_path": class_path, "init_args": options}, "evaluate")
 
 

@@ -167,7 +167,8 @@ COHERE2 = """\
 COMMAND_A = (
     COHERE2.rpartition("{%- if add")[0]
     + """\
-{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- if add_generation_prompt %}{{- '<|START_RESPONSE|>' }}{%- endif %}"""
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}
+{%- if add_generation_prompt %}{{- '<|START_RESPONSE|>' }}{%- endif %}"""
 )
 """Opens the next turn behind each conversation, whoever speaks."""
 
