@@ -70,6 +70,21 @@ def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -
         )
 
 
+def check_packed_stream(packing: int, max_length: int | None) -> None:
+    """Refuse packed sequences that are too small for a sample that a stream may still have.
+
+    Raises:
+        RecipeError: a sample may be longer.
+    """
+    if max_length is None or max_length > packing:
+        limit = "without data.max_length" if max_length is None else f"of data.max_length={max_length}"
+        larger = "" if max_length is None else f", or data.packing to {max_length}"
+        raise RecipeError(
+            f"data.packing={packing} tokens may not hold a sample {limit} that data.streaming=true has still to read; "
+            f"set data.max_length to {packing}{larger}"
+        )
+
+
 def check_prompts(**counted: int | None) -> None:
     """Refuse options that count tokens of the data, where the model trains on its own answers to its prompts.
 

@@ -179,6 +179,7 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
         ({"val_path": "x", "val_fraction": 0.1}, "data.val_path='x' and data.val_fraction=0.1 exclude each other"),
         ({"sources": [Source("a")]}, "data.path='rows.json' and data.sources exclude each other"),
         ({"streaming": True, "val_fraction": 0.1}, "needs all rows at once"),
+        ({"streaming": True, "packing": 128}, "of data.max_length=2048 that .* to 128, or data.packing to 2048$"),
         ({"shuffle_buffer": 7}, "data.shuffle_buffer=7 has no effect without data.streaming=true"),
         ({"mixing": "all_exhausted"}, "data.mixing=all_exhausted has no effect with one source"),
         ({"val_sources": [Source("a/x.json"), Source("b/x.json")]}, "two sources have the name 'x'"),
