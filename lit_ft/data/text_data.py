@@ -121,7 +121,7 @@ class TextDataModule(LightningDataModule):
             val_path: validation data; `test` and `predict` also use it when test_path is not given.
             val_sources: several validation data sets, in place of val_path, each with its own loss.
             val_fraction: fraction of each source's rows that is held out for validation, 0 to 1; equal rows stay
-                together.
+                together, also those of several sources.
             test_path: data for `test`, and questions for `predict`, with answers or without.
             format: format of the rows; auto chooses by the columns of the first row, except for preference (pairs of
                 a chosen and a rejected answer, for lit_ft.PreferenceLM and lit_ft.RewardLM) and unpaired_preference
