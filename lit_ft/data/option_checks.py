@@ -152,6 +152,23 @@ def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streami
         raise RecipeError("data.streaming=true reads no preference data; leave it out")
 
 
+def check_indexed(source: Source) -> None:
+    """Refuse options of a source that its data, Megatron's indexed tokens, cannot follow.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    if source.index_prefix is None:
+        return
+    for name in ("format", "columns", "split", "subset", "document"):
+        # check_pairs says what to do about formats of preference data.
+        if (value := getattr(source, name)) not in (getattr(Source, name), "indexed", *OF_PAIRS):
+            raise RecipeError(
+                f"{source.path}: {name}={value!r} has no effect on indexed data, which has tokens and no rows; leave "
+                "it out"
+            )
+
+
 def check_fractions_of_stream(**options: object) -> None:
     """Refuse fractions of a stream's epoch, which Lightning would only do once the weights are loaded.
 
@@ -242,10 +259,12 @@ def sources_of(
         columns: column names of sources that map none.
 
     Raises:
-        RecipeError: two sources have the same name.
+        RecipeError: two sources have the same name, or one has options that its data cannot follow.
     """
     given = [Source(path)] if path is not None else list(sources or [])
     members = [one if isinstance(one, Source) else Source(**one) for one in given]
+    for one in members:
+        check_indexed(one)
     titles = [source.title for source in members]
     if doubled := [title for title in titles if titles.count(title) > 1]:
         raise RecipeError(f"two sources have the name {doubled[0]!r}; give each its own with name: ...")
