@@ -184,7 +184,7 @@ class CheckCLI(RecipeCLI):
         report.facts |= describe_lengths(splits.prepared["train"], data.max_length)
         # With val_fraction, one source is split by rows: that both read it is as it should be.
         shared = [] if data.val_fraction else shared_content(splits.sources["train"], splits.sources["val"])
-        judge_repetition(train, splits.get("val"), shared, report)
+        judge_repetition(train, splits.get("val"), shared, report, bool(data.val_fraction))
         if isinstance(self.model, CausalLM):
             self._judge_model(self.model, tokenizer)
         chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]

@@ -230,8 +230,13 @@ def _first_placeholder(prepared: Prepared, tokenization: Tokenization) -> tuple[
     raise AssertionError("a note counts a placeholder that no row has")
 
 
-def judge_repetition(train: Samples, validation: Samples | None, shared: list[str], report: Report) -> None:
-    """Add to a report with its sources what is in the training data more than once, or in the validation data too."""
+def judge_repetition(
+    train: Samples, validation: Samples | None, shared: list[str], report: Report, is_held_out: bool = False
+) -> None:
+    """Add to a report with its sources what is in the training data more than once, or in the validation data too.
+
+    ``is_held_out`` says that validation rows are those of the training data that ``data.val_fraction`` holds out.
+    """
     digests = train.digests()
     within = sum(source.duplicates for source in report.sources["train"])
     if across := len(digests) - len(np.unique(digests)) - within:
@@ -245,9 +250,10 @@ def judge_repetition(train: Samples, validation: Samples | None, shared: list[st
         f"too{files}"
     )
     if known > SHARED_LIMIT * len(validation):
-        report.problems.append(
-            f"{line}: val/loss would measure what was learned by heart; remove them from one, or set data.val_fraction"
-        )
+        # Rows that begin alike are held out together; what is left are further samples of a row.
+        advice = "remove from the data what its rows repeat" if is_held_out else "remove them from one"
+        other = "data.val_path" if is_held_out else "data.val_fraction"
+        report.problems.append(f"{line}: val/loss would measure what was learned by heart; {advice}, or set {other}")
     elif known or shared:
         report.warnings.append(line)
 

@@ -70,6 +70,21 @@ def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -
         )
 
 
+def check_packed_stream(packing: int, max_length: int | None) -> None:
+    """Refuse packed sequences that are too small for a sample that a stream may still have.
+
+    Raises:
+        RecipeError: a sample may be longer.
+    """
+    if max_length is None or max_length > packing:
+        limit = "without data.max_length" if max_length is None else f"of data.max_length={max_length}"
+        larger = "" if max_length is None else f", or data.packing to {max_length}"
+        raise RecipeError(
+            f"data.packing={packing} tokens may not hold a sample {limit} that data.streaming=true has still to read; "
+            f"set data.max_length to {packing}{larger}"
+        )
+
+
 def check_prompts(**counted: int | None) -> None:
     """Refuse options that count tokens of the data, where the model trains on its own answers to its prompts.
 
@@ -135,6 +150,23 @@ def check_pairs(sources: Mapping[str, Sequence[Source]], supervise: str, streami
         )
     if streaming:
         raise RecipeError("data.streaming=true reads no preference data; leave it out")
+
+
+def check_indexed(source: Source) -> None:
+    """Refuse options of a source that its data, Megatron's indexed tokens, cannot follow.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    if source.index_prefix is None:
+        return
+    for name in ("format", "columns", "split", "subset", "document"):
+        # check_pairs says what to do about formats of preference data.
+        if (value := getattr(source, name)) not in (getattr(Source, name), "indexed", *OF_PAIRS):
+            raise RecipeError(
+                f"{source.path}: {name}={value!r} has no effect on indexed data, which has tokens and no rows; leave "
+                "it out"
+            )
 
 
 def check_fractions_of_stream(**options: object) -> None:
@@ -227,10 +259,12 @@ def sources_of(
         columns: column names of sources that map none.
 
     Raises:
-        RecipeError: two sources have the same name.
+        RecipeError: two sources have the same name, or one has options that its data cannot follow.
     """
     given = [Source(path)] if path is not None else list(sources or [])
     members = [one if isinstance(one, Source) else Source(**one) for one in given]
+    for one in members:
+        check_indexed(one)
     titles = [source.title for source in members]
     if doubled := [title for title in titles if titles.count(title) > 1]:
         raise RecipeError(f"two sources have the name {doubled[0]!r}; give each its own with name: ...")

@@ -228,9 +228,13 @@ class DataSplits(UserDict[str, Samples]):
     def hold_out(self) -> None:
         """Take a fraction of the rows out of the training data for validation, and print how many."""
         train, paths = self["train"], [source.path for source in self.sources["train"]]
-        held_out, counts = held_out_samples(train, self._val_fraction, process.seed(), paths)
+        held_out, counts, shared = held_out_samples(train, self._val_fraction, process.seed(), paths)
         for path, (count, rows) in zip(paths, counts, strict=True):
             rank_zero_info(f"{path}: {count:,} of {as_count(rows, 'row')} for validation")
+        if shared:
+            what = "answer prompts of several sources, which" if train.has_pairs else "are in several sources, and"
+            held = as_count(sum(count for count, _ in counts), "row")
+            rank_zero_info(f"data: {shared:,} of these {held} {what} are held out of each")
         self["val"] = replace(train.take(held_out), names=self.names("val"))
         self.prepared["val"] = self.prepared["train"]
         self["train"] = train.take(~held_out)

@@ -34,6 +34,7 @@ from lit_ft.data.option_checks import (
     check_no_weights,
     check_numbers,
     check_overfitted_share,
+    check_packed_stream,
     check_pairs,
     check_prompts,
     check_streaming,
@@ -120,7 +121,7 @@ class TextDataModule(LightningDataModule):
             val_path: validation data; `test` and `predict` also use it when test_path is not given.
             val_sources: several validation data sets, in place of val_path, each with its own loss.
             val_fraction: fraction of each source's rows that is held out for validation, 0 to 1; equal rows stay
-                together.
+                together, also those of several sources.
             test_path: data for `test`, and questions for `predict`, with answers or without.
             format: format of the rows; auto chooses by the columns of the first row, except for preference (pairs of
                 a chosen and a rejected answer, for lit_ft.PreferenceLM and lit_ft.RewardLM) and unpaired_preference
@@ -183,6 +184,8 @@ class TextDataModule(LightningDataModule):
             )
         self.val_fraction, self.max_length = val_fraction, max_length
         self.packing = packing if isinstance(packing, int) and packing else None  # YAML reads off as false
+        if streaming and self.packing is not None:
+            check_packed_stream(self.packing, max_length)
         self.micro_batch_size, self.join_micro_batches = micro_batch_size, join_micro_batches
         self.micro_batch_tokens = micro_batch_tokens
         self.shuffle, self.num_workers = shuffle, num_workers
@@ -231,20 +234,16 @@ class TextDataModule(LightningDataModule):
         if self.streaming:
             for source in sources["train"]:
                 self.splits.preparation.try_out(source)
-            if self.packing is not None and self.max_length is None:
-                raise RecipeError(
-                    f"data.packing={self.packing} may not hold a sample that is still to come; set data.max_length too"
-                )
-            self._check_packing(self.max_length or 0)
             return
         self.splits.read("train")
         if self.val_fraction:
             self.splits.hold_out()
-        self._check_packing(int(self.splits["train"].lengths.max()))
+        self._check_packing()
 
-    def _check_packing(self, longest: int) -> None:
+    def _check_packing(self) -> None:
+        samples = self.splits["train"]
+        longest = int(samples.lengths.max())
         if self.packing is not None and longest > self.packing:
-            samples = self.splits["train"]
             what, length = samples.kind, self.packing // samples.conversations_each
             raise RecipeError(
                 f"data.packing={self.packing} tokens cannot hold the longest {what} of {longest}; "

@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from lit_ft.data.option_checks import DEFAULT_SHUFFLE_BUFFER
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.export import restore_run

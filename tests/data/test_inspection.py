@@ -31,7 +31,7 @@ def inspected(data: TextDataModule) -> Report:
     report = Report()
     for split, samples in data.splits.items():
         inspect_split(split, data.splits.prepared[split], samples, data.splits.preparation, report)
-    judge_repetition(data.splits["train"], data.splits.get("val"), [], report)
+    judge_repetition(data.splits["train"], data.splits.get("val"), [], report, bool(data.val_fraction))
     return report
 
 
@@ -140,3 +140,10 @@ def test_validation_rows_that_are_trained_on(write_rows: Any, both: int, is_prob
     line = f"{both} of 25 validation samples ({both / 25:.1%}) are in the training data too"
     assert any(one.startswith(line) for one in report.problems) == is_problem
     assert (line in report.warnings) == (both == 1)
+
+
+def test_rows_that_repeat_parts_of_others_are_not_told_to_set_what_is_set(write_rows: Any) -> None:
+    rows = [{"text": f"{n} red cups " + "on the table " * 120} for n in range(20)]
+    report = inspected(TextDataModule(write_rows(rows), max_length=32, val_fraction=0.2))
+    (problem,) = report.problems
+    assert problem.endswith("learned by heart; remove from the data what its rows repeat, or set data.val_path")

@@ -12,6 +12,7 @@ import torch
 from shared_fixtures import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
+from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter, read_documents
 
 pytestmark = pytest.mark.slow
@@ -101,6 +102,35 @@ def test_an_epoch_without_the_model(tmp_path: Path) -> None:
     data.load(make_tokenizer())
     (unit, *_) = data.plan().units(data.splits["train"], 0)
     assert sum(data.splits["train"].lengths[unit]) <= 80
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "alpaca"},
+        {"columns": {"text": "foo"}},
+        {"split": "validation"},
+        {"subset": "x"},
+        {"document": "file"},
+    ],
+    ids=" ".join,
+)
+def test_options_of_rows_are_refused(tmp_path: Path, options: Any) -> None:
+    write(tmp_path / "data")
+    ((name, value),) = options.items()
+    with pytest.raises(RecipeError, match=rf"data.bin: {name}={value!r} has no effect on indexed data, .*; leave it"):
+        TextDataModule(sources=[Source(str(tmp_path / "data.bin"), **options)])
+
+
+@pytest.mark.parametrize("options", [{"format": "alpaca"}, {"columns": {"instruction": "a"}}], ids=" ".join)
+def test_options_of_rows_beside_indexed_data_are_those_of_the_rows(
+    tmp_path: Path, write_rows: Any, options: Any
+) -> None:
+    path = str(write(tmp_path / "data"))
+    rows = write_rows([{"a": "red", "instruction": "blue", "output": "cup"}])
+    data = TextDataModule(sources=[Source(path, format="indexed"), Source(rows)], max_length=40, **options)
+    data.load(make_tokenizer())
+    assert data.splits["train"].source.tolist() == [0, 0, 0, 0, 1]
 
 
 BAD: dict[str, Any] = {

@@ -356,13 +356,16 @@ def test_packing_and_the_token_budget_count_both_answers(write_rows: Any) -> Non
         load(write_rows, rows, packing=longest - 1)
 
 
-def test_hold_out_and_several_sources(write_rows: Any) -> None:
+def test_hold_out_and_several_sources(write_rows: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
     one, two = ([pair_of(n, n + k, n) for n in range(1, 9)] for k in (1, 2))
     sources = [Source(write_rows(rows, f"{k}.json"), format="preference") for k, rows in enumerate((one, two))]
     data = TextDataModule(sources=sources, val_fraction=0.25)
     data.load(make_tokenizer())
     train, val = data.splits["train"], data.splits["val"]
     assert (len(train), len(val), train.has_pairs, val.has_pairs) == (12, 4, True, True)
+    assert val.rows[:2].tolist() == val.rows[2:].tolist()  # of the same prompts
+    assert "4 of these 4 rows answer prompts of several sources, which are held out of each" in caplog.text
     held_out = zip(val.sources_of(range(4)), val.rows.tolist(), strict=True)
     kept = {tuple(name.split(":")) for name in train.ids(range(12))}
     assert kept | {(name, str(row)) for name, row in held_out} == {(k, str(row)) for k in "01" for row in range(8)}

@@ -114,6 +114,54 @@ def test_validation_share_does_not_overlap_even_where_rows_repeat(write_rows: An
     assert data.splits["val"].names == (("all",) if named else ())
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("others", [0, 20])
+def test_rows_of_several_sources_are_held_out_of_all_of_them(
+    write_rows: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    others: int,
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
+    both, own = make_rows(40, seed=3), [make_rows(others, seed=n) for n in (4, 5)]
+    paths = [write_rows([*rows, *both], name=f"{n}.json") for n, rows in enumerate(own)]
+    caplog.set_level("INFO", "lightning.pytorch")
+    data = TextDataModule(sources=[Source(path) for path in paths], val_fraction=0.25)
+    data.load(make_tokenizer())
+    train, val = (data.splits[name] for name in ("train", "val"))
+    assert not set(contents(train)) & set(contents(val))
+    assert [(val.source == n).sum() for n in (0, 1)] == [(40 + others) // 4] * 2  # the fraction of each
+    held_out = [val.rows[val.source == n] for n in (0, 1)]
+    of_both = [rows[rows >= others] for rows in held_out]
+    assert of_both[0].tolist() == of_both[1].tolist()
+    said = f"data: {2 * len(of_both[0])} of these {2 * len(held_out[0])} rows are in several sources, and are held out"
+    assert f"{said} of each" in caplog.text
+    validated = data.validation_rows(make_tokenizer())
+    assert [rows for _, rows in validated] == [frozenset(rows.tolist()) for rows in held_out]
+
+
+def test_sources_without_a_common_row_have_nothing_to_say(write_rows: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    sources = [Source(write_rows(make_rows(12, seed=n), name=f"{n}.json")) for n in (1, 2)]
+    TextDataModule(sources=sources, val_fraction=0.25).load(make_tokenizer())
+    assert "3 of 12 rows for validation" in caplog.text
+    assert "several sources" not in caplog.text
+
+
+def test_a_source_that_others_hold_out_in_full_is_refused(write_rows: Any) -> None:
+    rows = make_rows(40, seed=3)
+    path = write_rows(rows, name="whole.json")
+    held_out = TextDataModule(path, val_fraction=0.25)
+    held_out.load(make_tokenizer())
+    part = write_rows([rows[n] for n in held_out.splits["val"].rows[:4]], name="part.json")
+    data = TextDataModule(sources=[Source(path), Source(part)], val_fraction=0.25)
+    with pytest.raises(
+        RecipeError, match="of 4 different rows of '.*part.json' and those held out of other sources leaves none"
+    ):
+        data.load(make_tokenizer())
+
+
 def test_prompts_are_those_of_the_rows_that_stayed(write_rows: Any) -> None:
     data = load(write_rows, make_rows(30, seed=2), val_fraction=0.3)
     prompts = data.splits.prompts("val")
@@ -179,6 +227,7 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
         ({"val_path": "x", "val_fraction": 0.1}, "data.val_path='x' and data.val_fraction=0.1 exclude each other"),
         ({"sources": [Source("a")]}, "data.path='rows.json' and data.sources exclude each other"),
         ({"streaming": True, "val_fraction": 0.1}, "needs all rows at once"),
+        ({"streaming": True, "packing": 128}, "of data.max_length=2048 that .* to 128, or data.packing to 2048$"),
         ({"shuffle_buffer": 7}, "data.shuffle_buffer=7 has no effect without data.streaming=true"),
         ({"mixing": "all_exhausted"}, "data.mixing=all_exhausted has no effect with one source"),
         ({"val_sources": [Source("a/x.json"), Source("b/x.json")]}, "two sources have the name 'x'"),

@@ -1,17 +1,19 @@
 """Figures on held-out rows of models that no run has made."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from shared_fixtures import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.inference.opening import open_model
-from lit_ft.scoring.held_out import held_out_scores
+from lit_ft.scoring.held_out import data_of, held_out_scores
 
 pytestmark = pytest.mark.slow
 
@@ -50,3 +52,19 @@ def test_samples_beyond_the_positions_are_warned_of_where_there_are_further_ones
     with pytest.warns(UserWarning, match=f"losses are measured all the same: {beyond}"):
         scores, _ = held_out_scores(opened, data, "rows", None, 2, 8)
     assert all(math.isfinite(one.value) for one in scores)
+
+
+def test_a_run_that_streamed_is_evaluated_on_all_rows(tmp_path: Path, write_rows: Any) -> None:
+    """A file of its own is no stream, so that the options of one have no effect."""
+    options = {"streaming": True, "shuffle_buffer": 7, "path": "gone.json", "max_length": 96, "mixing": "all_exhausted"}
+    model = {"class_path": "lit_ft.CausalLM", "init_args": {"pretrained": "gone"}}
+    config = {
+        "seed_everything": 1,
+        "trainer": {},
+        "model": model,
+        "data": {"class_path": "lit_ft.TextDataModule", "init_args": options},
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    found = data_of(str(tmp_path / "run"), str(tmp_path / "run"), {"test_path": write_rows()})
+    assert (found.streaming, found.max_length) == (False, 96)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import SEEK_END
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash  # comes with datasets
@@ -361,37 +362,58 @@ def join(parts: Sequence[TokenArrays], names: Sequence[str]) -> Samples:
     return Samples(parts, tuple(names), source, index)
 
 
-def held_out_samples(
-    samples: Samples, fraction: float, seed: int, paths: Sequence[str]
-) -> tuple[np.ndarray, list[tuple[int, int]]]:
+class HeldOut(NamedTuple):
+    """Samples that are held out for validation."""
+
+    mask: np.ndarray
+    """``(samples,)``, bool."""
+    counts: list[tuple[int, int]]
+    """Rows of each source that are held out, and all its rows."""
+    shared: int
+    """Rows that are held out and that another source has too, or of pairs their prompts."""
+
+
+def held_out_samples(samples: Samples, fraction: float, seed: int, paths: Sequence[str]) -> HeldOut:
     """Choose a fraction of each source's distinct rows, at least one, for validation.
 
-    Equal rows stay together, and pairs of one prompt.
-
-    Returns:
-        Mask of the samples held out, ``(samples,)``, bool; and of each source the rows held out and all its rows.
+    Equal rows stay together, also those of several sources, and pairs of one prompt.
 
     Raises:
         RecipeError: a source has no row left to train on.
     """
-    groups = samples.groups()
-    held_out = np.zeros(len(samples), dtype=bool)
+    # Samples of a row, and rows of a source, stand together; a row is that of its first sample.
+    places = np.stack([samples.source, samples.rows])
+    is_first = np.append(True, (places[:, 1:] != places[:, :-1]).any(0))
+    groups, source = samples.groups()[is_first], samples.source[is_first]  # (rows,)
+    different = [np.unique(groups[source == number]) for number in range(len(paths))]
+    held_out = np.isin(groups, _drawn(different, fraction, seed))
+    counts = [(int(held_out[source == number].sum()), int((source == number).sum())) for number in range(len(paths))]
+    for path, own, (count, rows) in zip(paths, different, counts, strict=True):
+        if count == rows:
+            what = f"{len(own)} different {'prompts' if samples.has_pairs else 'rows'} of {path!r}"
+            beside, advice = "", "lower it" if len(own) > 1 else "add rows, or set data.val_path in its place"
+            if _share(own, fraction) < len(own):
+                beside, advice = " and those held out of other sources", "lower it, or remove from one what both have"
+            raise RecipeError(f"data.val_fraction={fraction} of {what}{beside} leaves none to train on; {advice}")
+    values, sources = np.unique(np.concatenate(different), return_counts=True)
+    shared = int(np.isin(groups[held_out], values[sources > 1]).sum())
+    return HeldOut(held_out[np.cumsum(is_first) - 1], counts, shared)
+
+
+def _share(groups: np.ndarray, fraction: float) -> int:
+    return max(1, round(len(groups) * fraction))
+
+
+def _drawn(different: Sequence[np.ndarray], fraction: float, seed: int) -> np.ndarray:
+    """Draw groups of rows, a fraction of the different ones of each source; those of a source before it count."""
     generator = np.random.default_rng(seed)
-    counts: list[tuple[int, int]] = []
-    for number, path in enumerate(paths):
-        mine = np.flatnonzero(samples.source == number)
-        rows, first, of_sample = np.unique(samples.rows[mine], return_index=True, return_inverse=True)
-        different, of_row = np.unique(groups[mine][first], return_inverse=True)
-        count = max(1, round(len(different) * fraction))
-        if count >= len(different):
-            advice = "lower it" if len(different) > 1 else "add rows, or set data.val_path in its place"
-            what = "prompts" if samples.has_pairs else "rows"
-            raise RecipeError(
-                f"data.val_fraction={fraction} of {len(different)} different {what} of {path!r} leaves none to train "
-                f"on; {advice}"
-            )
-        chosen = np.zeros(len(different), dtype=bool)
-        chosen[generator.permutation(len(different))[:count]] = True
-        held_out[mine] = chosen[of_row][of_sample]
-        counts.append((int(chosen[of_row].sum()), len(rows)))
-    return held_out, counts
+    drawn = seen = np.zeros(0, dtype=np.uint64)
+    for own in different:
+        order = own[generator.permutation(len(own))]
+        # First those that no source before has, whose fraction would grow with each source.
+        order = order[np.argsort(np.isin(order, seen), kind="stable")]
+        left = order[~np.isin(order, drawn)]
+        missing = _share(own, fraction) - (len(own) - len(left))
+        drawn = np.concatenate([drawn, left[: max(0, missing)]])
+        seen = np.concatenate([seen, own])
+    return drawn
