@@ -7,6 +7,8 @@ import torch
 from devices import DEVICES, Calls, cases, relative_distance
 
 from lit_ft.model.attention.packed_attention import packed_attention
+from lit_ft.model.isolation.lengths import SharedTokens, samples_of
+from lit_ft.packed_batch import SharedPrefixes
 
 HEADS = [(14, 2, 64, 64), (28, 4, 128, 128), (6, 2, 32, 32), (8, 8, 256, 256)]
 SEGMENTS = [[1], [7, 1, 300, 64], [4096], [130] * 31]
@@ -122,6 +124,46 @@ def test_it_is_attention_in_fp64(device: str, case: Case) -> None:
 @pytest.mark.parametrize(("device", "case"), cases(FALLBACKS, FALLBACKS))
 def test_what_flash_attention_does_not_take_goes_segment_by_segment(device: str, case: Case) -> None:
     assert check(case, device).count("_varlen_attn") == 0
+
+
+SHARED = SharedPrefixes([40, 52, 33], [0, 30, 32])
+"""The second sample begins as the first, the third as the second."""
+WITH_SHARED = named(
+    *(
+        Case(heads, SHARED.own_lengths, window, dtype)
+        for heads in HEADS[:3]
+        for window in (None, 7)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ),
+    Case((64, 8, 64, 64), SHARED.own_lengths, 16, torch.bfloat16, has_sinks=True),
+    Case((16, 16, 192, 128), SHARED.own_lengths, None, torch.bfloat16),
+)
+SMALL = {name: case for name, case in WITH_SHARED.items() if case.heads[0] < 16}
+
+
+@pytest.mark.parametrize(("device", "case"), cases(SMALL, WITH_SHARED))
+def test_tokens_that_samples_share_are_attended_to(device: str, case: Case) -> None:
+    inputs = inputs_of(case, device)
+    computed, places = (torch.from_numpy(one).to(device) for one in (SHARED.computed, SHARED.places))
+    options = {"s_aux": inputs[3]} if case.has_sinks else {}
+    with samples_of(case.lengths, SharedTokens(SHARED.lengths, case.lengths, computed, places)), Calls() as calls:
+        output, _ = packed_attention(torch.nn.Module(), *inputs[:3], None, sliding_window=case.window, **options)
+    own = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    whole, of_whole = in_fp64(
+        [tensor.index_select(2, places) for tensor in own[:3]] + own[3:], case._replace(lengths=SHARED.lengths)
+    )
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    output.backward(gradient.to(output.dtype))
+    wanted = whole.index_select(1, computed)
+    wanted.backward(gradient.double())
+    for tensor, expanded in zip(own[:3], of_whole, strict=False):
+        tensor.grad = torch.zeros_like(tensor).index_add_(2, places, expanded.grad)
+    forward, backward = (1e-5, 1e-5) if case.dtype == torch.float32 else (5e-3, 1e-2)
+    assert relative_distance(output, wanted) < forward
+    for got, reference in zip(inputs[:3], own, strict=False):
+        assert relative_distance(got.grad, reference.grad) < backward
+    if device == "cuda" and case.dtype != torch.float32:
+        assert calls.count("_varlen_attn") == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
