@@ -281,6 +281,7 @@ class TextDataModule(LightningDataModule):
             rank_zero_warn(line)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
+            vars(self).pop("order", None)  # of an earlier fit, with its seed and its options
             if self.streaming:
                 self.order.saved()  # of the files as they are now, not at the first checkpoint
         replicas = process.data_parallel(self.trainer).size

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning import Trainer
+from lightning import Trainer, seed_everything
 from shared_fixtures import make_rows, make_tokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -479,3 +479,21 @@ def test_batches_without_a_fit(write_rows: Any) -> None:
         data.train_dataloader()
     data.trainer = Trainer(accelerator="cpu", logger=False)
     assert len(next(iter(data.train_dataloader()))["segment_lengths"]) >= 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_checkpoint_of_a_second_fit_has_the_seed_and_the_options_of_that_fit(
+    make_trainer: Any, model_folder: str, write_rows: Any, streaming: bool
+) -> None:
+    path, options = write_rows(), {"max_length": 64, "streaming": streaming, "tokenize_workers": 0}
+    twice, other = TextDataModule(path, **options), TextDataModule(path, **options)
+    for seed in (1, 2):
+        seed_everything(seed, verbose=False)
+        make_trainer(max_steps=1).fit(CausalLM(model_folder), twice)
+        state = twice.state_dict()
+        twice.shuffle = False
+    assert state["order"]["decides"].items() >= {"seed_everything": "2", "data.shuffle": "False"}.items()
+    seed_everything(1, verbose=False)
+    make_trainer(max_steps=1).fit(CausalLM(model_folder), other)
+    with pytest.raises(RecipeError, match=r"data\.shuffle was False and is True; seed_everything was 2 and is 1\."):
+        other.check_order(state)
