@@ -349,6 +349,15 @@ def test_a_system_prompt_of_a_source_of_raw_text_is_refused(write_rows: Any) -> 
         data.load(make_tokenizer())
 
 
+def test_a_source_has_its_own_system_prompt_or_none_at_all(write_rows: Any) -> None:
+    systems, rows = {"all": None, "own": "lamp", "none": ""}, [{"instruction": "red", "output": "blue"}]
+    sources = [Source(write_rows(rows, name=f"{name}.json"), system=text) for name, text in systems.items()]
+    data, tokenizer = TextDataModule(sources=sources, system="cup"), make_tokenizer()
+    data.load(tokenizer)
+    texts = [tokenizer.decode(ids) for ids, *_ in map(data.splits["train"].__getitem__, range(3))]
+    assert [("cup" in text, "lamp" in text) for text in texts] == [(True, False), (False, True), (False, False)]
+
+
 def test_prompts_of_text_that_get_no_system_prompt_are_counted(
     write_rows: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
