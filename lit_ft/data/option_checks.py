@@ -52,12 +52,17 @@ def check_numbers(
         raise RecipeError(f"data.max_length={max_length} leaves nothing to predict; set it to 2 tokens or more")
 
 
-def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -> None:
-    """Refuse options that streaming cannot follow, and one that is for streaming alone.
+def check_streaming(streaming: bool, sources: Sequence[Source], val_fraction: float, shuffle_buffer: int) -> None:
+    """Refuse options and training data that streaming cannot follow, and an option that is for streaming alone.
 
     Raises:
         RecipeError: there is one.
     """
+    if streaming and (indexed := next((source for source in sources if source.index_prefix is not None), None)):
+        raise RecipeError(
+            f"data.streaming=true reads rows of text, and {indexed.path!r} is indexed data, whose tokens are "
+            "memory-mapped and may be larger than memory; leave data.streaming out"
+        )
     if streaming and val_fraction:
         raise RecipeError(
             f"data.val_fraction={val_fraction} needs all rows at once, which data.streaming=true never has; set "

@@ -162,9 +162,9 @@ class TextDataModule(LightningDataModule):
         check_system(system)
         check_exclusive(path=path, sources=sources)
         check_exclusive(val_path=val_path, val_sources=val_sources, val_fraction=val_fraction)
-        check_streaming(streaming, val_fraction, shuffle_buffer)
         given = {"train": (path, sources), "val": (val_path, val_sources), "test": (test_path, None)}
         read = {split: sources_of(*one, format, columns) for split, one in given.items()}
+        check_streaming(streaming, read["train"], val_fraction, shuffle_buffer)
         check_no_weights(read["val"], "data.val_sources")
         check_pairs(read, supervise, streaming)
         named = {split for split, (_, several) in given.items() if several is not None}

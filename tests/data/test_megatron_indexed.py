@@ -12,6 +12,7 @@ import torch
 from shared_fixtures import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
+from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter, read_documents
 
 pytestmark = pytest.mark.slow
@@ -101,6 +102,18 @@ def test_an_epoch_without_the_model(tmp_path: Path) -> None:
     data.load(make_tokenizer())
     (unit, *_) = data.plan().units(data.splits["train"], 0)
     assert sum(data.splits["train"].lengths[unit]) <= 80
+
+
+def test_a_stream_is_not_of_indexed_data(tmp_path: Path, write_rows: Any) -> None:
+    write(tmp_path / "data")
+    rows = write_rows()
+    for name in ("data", "data.bin"):
+        path = str(tmp_path / name)
+        with pytest.raises(RecipeError, match=rf"'{path}' is indexed data, .* leave data\.streaming out"):
+            TextDataModule(sources=[Source(rows), Source(path)], streaming=True)
+    data = TextDataModule(rows, val_path=path, streaming=True)
+    data.load(make_tokenizer())
+    assert len(data.splits["val"]) > 0
 
 
 BAD: dict[str, Any] = {
