@@ -75,6 +75,33 @@ def check_streaming(streaming: bool, sources: Sequence[Source], val_fraction: fl
         )
 
 
+def check_read_by_training(
+    trains_pairs: bool, streaming: bool, num_workers: int, join_micro_batches: bool, micro_batch_tokens: int | None
+) -> None:
+    """Refuse options that an evaluation would read and training does not, where no data is evaluated.
+
+    Args:
+        trains_pairs: whether samples are pairs, whose reference is computed as an evaluation is.
+        streaming: ``data.streaming``.
+        num_workers: ``data.num_workers``.
+        join_micro_batches: ``data.join_micro_batches``.
+        micro_batch_tokens: ``data.micro_batch_tokens``.
+
+    Raises:
+        RecipeError: one is set.
+    """
+    if streaming and num_workers:
+        raise RecipeError(
+            f"data.num_workers={num_workers} has no effect with data.streaming=true and without validation data: the "
+            "number of processes that prepare a stream is data.tokenize_workers; leave it out"
+        )
+    if micro_batch_tokens is not None and not join_micro_batches and not trains_pairs:
+        raise RecipeError(
+            f"data.micro_batch_tokens={micro_batch_tokens} has no effect with data.join_micro_batches=false and "
+            "without validation data; leave one of the two out"
+        )
+
+
 def check_prompts(**counted: int | None) -> None:
     """Refuse options that count tokens of the data, where the model trains on its own answers to its prompts.
 

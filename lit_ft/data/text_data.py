@@ -36,6 +36,7 @@ from lit_ft.data.option_checks import (
     check_overfitted_share,
     check_pairs,
     check_prompts,
+    check_read_by_training,
     check_streaming,
     check_system,
     sources_of,
@@ -153,6 +154,7 @@ class TextDataModule(LightningDataModule):
             tokenize_workers: number of processes that tokenize; by default one per CPU core for files of over 5 MB.
                 With streaming, processes that tokenize ahead; by default 1.
             num_workers: number of DataLoader processes that build packed batches; 0 is right unless batches are huge.
+                With streaming, those of evaluations.
         """
         super().__init__()
         given_here = {name: value for name, value in locals().items() if name not in OPTIONS_OF_SOURCES}
@@ -167,6 +169,9 @@ class TextDataModule(LightningDataModule):
         check_streaming(streaming, read["train"], val_fraction, shuffle_buffer)
         check_no_weights(read["val"], "data.val_sources")
         check_pairs(read, supervise, streaming)
+        if not (read["val"] or read["test"] or val_fraction):
+            has_pairs = any(source.format in OF_PAIRS for source in read["train"])
+            check_read_by_training(has_pairs, streaming, num_workers, join_micro_batches, micro_batch_tokens)
         named = {split for split, (_, several) in given.items() if several is not None}
         named |= {"val"} if sources and val_fraction else set()
         preparation = Preparation(

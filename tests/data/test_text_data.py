@@ -180,6 +180,8 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
         ({"sources": [Source("a")]}, "data.path='rows.json' and data.sources exclude each other"),
         ({"streaming": True, "val_fraction": 0.1}, "needs all rows at once"),
         ({"shuffle_buffer": 7}, "data.shuffle_buffer=7 has no effect without data.streaming=true"),
+        ({"streaming": True, "num_workers": 2}, "data.num_workers=2 has no effect .* data.tokenize_workers; leave it"),
+        ({"micro_batch_tokens": 8, "join_micro_batches": False}, "data.micro_batch_tokens=8 has no effect .* one of"),
         ({"mixing": "all_exhausted"}, "data.mixing=all_exhausted has no effect with one source"),
         ({"val_sources": [Source("a/x.json"), Source("b/x.json")]}, "two sources have the name 'x'"),
     ],
@@ -187,6 +189,17 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
 def test_options_that_make_no_sense(options: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         TextDataModule("rows.json", **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"streaming": True, "num_workers": 2}, {"micro_batch_tokens": 8, "join_micro_batches": False}]
+)
+def test_options_that_an_evaluation_reads(options: Any) -> None:
+    for name in ("val_path", "test_path"):
+        TextDataModule("rows.json", **{name: "other.json"}, **options)
+    if "streaming" not in options:
+        TextDataModule("rows.json", val_fraction=0.1, **options)
+        TextDataModule("rows.json", format="preference", **options)  # the reference is computed in such batches
 
 
 # --- a loss for each source ------------------------------------------------------------------------
