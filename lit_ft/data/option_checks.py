@@ -52,12 +52,17 @@ def check_numbers(
         raise RecipeError(f"data.max_length={max_length} leaves nothing to predict; set it to 2 tokens or more")
 
 
-def check_streaming(streaming: bool, val_fraction: float, shuffle_buffer: int) -> None:
-    """Refuse options that streaming cannot follow, and one that is for streaming alone.
+def check_streaming(streaming: bool, sources: Sequence[Source], val_fraction: float, shuffle_buffer: int) -> None:
+    """Refuse options and training data that streaming cannot follow, and an option that is for streaming alone.
 
     Raises:
         RecipeError: there is one.
     """
+    if streaming and (indexed := next((source for source in sources if source.index_prefix is not None), None)):
+        raise RecipeError(
+            f"data.streaming=true reads rows of text, and {indexed.path!r} is indexed data, whose tokens are "
+            "memory-mapped and may be larger than memory; leave data.streaming out"
+        )
     if streaming and val_fraction:
         raise RecipeError(
             f"data.val_fraction={val_fraction} needs all rows at once, which data.streaming=true never has; set "
@@ -82,6 +87,33 @@ def check_packed_stream(packing: int, max_length: int | None) -> None:
         raise RecipeError(
             f"data.packing={packing} tokens may not hold a sample {limit} that data.streaming=true has still to read; "
             f"set data.max_length to {packing}{larger}"
+        )
+
+
+def check_read_by_training(
+    trains_pairs: bool, streaming: bool, num_workers: int, join_micro_batches: bool, micro_batch_tokens: int | None
+) -> None:
+    """Refuse options that an evaluation would read and training does not, where no data is evaluated.
+
+    Args:
+        trains_pairs: whether samples are pairs, whose reference is computed as an evaluation is.
+        streaming: ``data.streaming``.
+        num_workers: ``data.num_workers``.
+        join_micro_batches: ``data.join_micro_batches``.
+        micro_batch_tokens: ``data.micro_batch_tokens``.
+
+    Raises:
+        RecipeError: one is set.
+    """
+    if streaming and num_workers:
+        raise RecipeError(
+            f"data.num_workers={num_workers} has no effect with data.streaming=true and without validation data: the "
+            "number of processes that prepare a stream is data.tokenize_workers; leave it out"
+        )
+    if micro_batch_tokens is not None and not join_micro_batches and not trains_pairs:
+        raise RecipeError(
+            f"data.micro_batch_tokens={micro_batch_tokens} has no effect with data.join_micro_batches=false and "
+            "without validation data; leave one of the two out"
         )
 
 

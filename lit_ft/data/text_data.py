@@ -37,6 +37,7 @@ from lit_ft.data.option_checks import (
     check_packed_stream,
     check_pairs,
     check_prompts,
+    check_read_by_training,
     check_streaming,
     check_system,
     sources_of,
@@ -154,6 +155,7 @@ class TextDataModule(LightningDataModule):
             tokenize_workers: number of processes that tokenize; by default one per CPU core for files of over 5 MB.
                 With streaming, processes that tokenize ahead; by default 1.
             num_workers: number of DataLoader processes that build packed batches; 0 is right unless batches are huge.
+                With streaming, those of evaluations.
         """
         super().__init__()
         given_here = {name: value for name, value in locals().items() if name not in OPTIONS_OF_SOURCES}
@@ -163,11 +165,14 @@ class TextDataModule(LightningDataModule):
         check_system(system)
         check_exclusive(path=path, sources=sources)
         check_exclusive(val_path=val_path, val_sources=val_sources, val_fraction=val_fraction)
-        check_streaming(streaming, val_fraction, shuffle_buffer)
         given = {"train": (path, sources), "val": (val_path, val_sources), "test": (test_path, None)}
         read = {split: sources_of(*one, format, columns) for split, one in given.items()}
+        check_streaming(streaming, read["train"], val_fraction, shuffle_buffer)
         check_no_weights(read["val"], "data.val_sources")
         check_pairs(read, supervise, streaming)
+        if not (read["val"] or read["test"] or val_fraction):
+            has_pairs = any(source.format in OF_PAIRS for source in read["train"])
+            check_read_by_training(has_pairs, streaming, num_workers, join_micro_batches, micro_batch_tokens)
         named = {split for split, (_, several) in given.items() if several is not None}
         named |= {"val"} if sources and val_fraction else set()
         preparation = Preparation(
@@ -280,6 +285,7 @@ class TextDataModule(LightningDataModule):
             rank_zero_warn(line)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
+            vars(self).pop("order", None)  # of an earlier fit, with its seed and its options
             if self.streaming:
                 self.order.saved()  # of the files as they are now, not at the first checkpoint
         replicas = process.data_parallel(self.trainer).size

@@ -44,10 +44,15 @@ class TuningSpec:
         """Method of a recipe's options; an adapter's folder has its config.
 
         Raises:
-            RecipeError: both a config and an adapter are given, or the folder holds no adapter.
+            RecipeError: both a config and an adapter are given, or a dtype and none, or the folder holds no adapter.
         """
         lora_init.set_defaults(peft)
         if adapter is None:
+            if peft is None and adapter_dtype != cls.adapter_dtype:
+                raise RecipeError(
+                    f"model.adapter_dtype={adapter_dtype} has no effect without model.peft or model.adapter; leave it "
+                    "out"
+                )
             return cls(peft, adapter_dtype, trainable)
         if peft is not None:
             raise RecipeError(f"model.adapter={adapter!r} has a config of its own; set model.peft to null")

@@ -133,6 +133,18 @@ def test_options_of_rows_beside_indexed_data_are_those_of_the_rows(
     assert data.splits["train"].source.tolist() == [0, 0, 0, 0, 1]
 
 
+def test_a_stream_is_not_of_indexed_data(tmp_path: Path, write_rows: Any) -> None:
+    write(tmp_path / "data")
+    rows = write_rows()
+    for name in ("data", "data.bin"):
+        path = str(tmp_path / name)
+        with pytest.raises(RecipeError, match=rf"'{path}' is indexed data, .* leave data\.streaming out"):
+            TextDataModule(sources=[Source(rows), Source(path)], streaming=True)
+    data = TextDataModule(rows, val_path=path, streaming=True)
+    data.load(make_tokenizer())
+    assert len(data.splits["val"]) > 0
+
+
 BAD: dict[str, Any] = {
     "is no Megatron index": lambda idx, bin_: idx.write_bytes(b"PK" + idx.read_bytes()),
     "version 2, dtype code 8; version 1 with whole numbers is read": lambda idx, bin_: idx.write_bytes(

@@ -441,6 +441,25 @@ def test_a_judged_answer_is_a_pair_that_lacks_the_other(write_rows: Any) -> None
     assert sample_targets(batch) == samples.supervised.tolist()
 
 
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"q": "a", "said": " cup"}, {"prompt": "q", "completion": "said"}),
+        ({"q": "a", "more": "the", "said": "cup"}, {"instruction": "q", "input": "more", "output": "said"}),
+        ({"talk": [ASK, GOOD]}, {"messages": "talk"}),
+        ({"talk": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "cup"}]}, {"conversations": "talk"}),
+    ],
+)
+def test_columns_of_judged_answers_have_names_of_their_own(write_rows: Any, row: Any, columns: dict[str, str]) -> None:
+    """Of prompt and answer as well as of the judgment."""
+    ours = {name: row[theirs] for name, theirs in columns.items()}
+    plain = judged(write_rows, [{**ours, "label": False}]).splits["train"]
+    mapped = judged(write_rows, [{**row, "good": False}], columns={**columns, "label": "good"}).splits["train"]
+    assert texts(mapped, 0) == texts(plain, 0)
+    with pytest.raises(RecipeError, match="columns maps 'text', which is no column of the format unpaired_preference"):
+        judged(write_rows, [{**row, "good": False}], columns={**columns, "label": "good", "text": "good"})
+
+
 def test_prompts_with_answers_to_others(write_rows: Any) -> None:
     """Of the next row with another prompt, after the last one the first again."""
     said = [("a", " cup"), ("a", " lamp red"), ("the", " book"), ("the", " red"), ("a", " cup lamp red book")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning import Trainer
+from lightning import Trainer, seed_everything
 from shared_fixtures import make_rows, make_tokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -229,6 +229,8 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
         ({"streaming": True, "val_fraction": 0.1}, "needs all rows at once"),
         ({"streaming": True, "packing": 128}, "of data.max_length=2048 that .* to 128, or data.packing to 2048$"),
         ({"shuffle_buffer": 7}, "data.shuffle_buffer=7 has no effect without data.streaming=true"),
+        ({"streaming": True, "num_workers": 2}, "data.num_workers=2 has no effect .* data.tokenize_workers; leave it"),
+        ({"micro_batch_tokens": 8, "join_micro_batches": False}, "data.micro_batch_tokens=8 has no effect .* one of"),
         ({"mixing": "all_exhausted"}, "data.mixing=all_exhausted has no effect with one source"),
         ({"val_sources": [Source("a/x.json"), Source("b/x.json")]}, "two sources have the name 'x'"),
     ],
@@ -236,6 +238,17 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
 def test_options_that_make_no_sense(options: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         TextDataModule("rows.json", **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"streaming": True, "num_workers": 2}, {"micro_batch_tokens": 8, "join_micro_batches": False}]
+)
+def test_options_that_an_evaluation_reads(options: Any) -> None:
+    for name in ("val_path", "test_path"):
+        TextDataModule("rows.json", **{name: "other.json"}, **options)
+    if "streaming" not in options:
+        TextDataModule("rows.json", val_fraction=0.1, **options)
+        TextDataModule("rows.json", format="preference", **options)  # the reference is computed in such batches
 
 
 # --- a loss for each source ------------------------------------------------------------------------
@@ -398,6 +411,15 @@ def test_a_system_prompt_of_a_source_of_raw_text_is_refused(write_rows: Any) -> 
         data.load(make_tokenizer())
 
 
+def test_a_source_has_its_own_system_prompt_or_none_at_all(write_rows: Any) -> None:
+    systems, rows = {"all": None, "own": "lamp", "none": ""}, [{"instruction": "red", "output": "blue"}]
+    sources = [Source(write_rows(rows, name=f"{name}.json"), system=text) for name, text in systems.items()]
+    data, tokenizer = TextDataModule(sources=sources, system="cup"), make_tokenizer()
+    data.load(tokenizer)
+    texts = [tokenizer.decode(ids) for ids, *_ in map(data.splits["train"].__getitem__, range(3))]
+    assert [("cup" in text, "lamp" in text) for text in texts] == [(True, False), (False, True), (False, False)]
+
+
 def test_prompts_of_text_that_get_no_system_prompt_are_counted(
     write_rows: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -528,3 +550,21 @@ def test_batches_without_a_fit(write_rows: Any) -> None:
         data.train_dataloader()
     data.trainer = Trainer(accelerator="cpu", logger=False)
     assert len(next(iter(data.train_dataloader()))["segment_lengths"]) >= 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_checkpoint_of_a_second_fit_has_the_seed_and_the_options_of_that_fit(
+    make_trainer: Any, model_folder: str, write_rows: Any, streaming: bool
+) -> None:
+    path, options = write_rows(), {"max_length": 64, "streaming": streaming, "tokenize_workers": 0}
+    twice, other = TextDataModule(path, **options), TextDataModule(path, **options)
+    for seed in (1, 2):
+        seed_everything(seed, verbose=False)
+        make_trainer(max_steps=1).fit(CausalLM(model_folder), twice)
+        state = twice.state_dict()
+        twice.shuffle = False
+    assert state["order"]["decides"].items() >= {"seed_everything": "2", "data.shuffle": "False"}.items()
+    seed_everything(1, verbose=False)
+    make_trainer(max_steps=1).fit(CausalLM(model_folder), other)
+    with pytest.raises(RecipeError, match=r"data\.shuffle was False and is True; seed_everything was 2 and is 1\."):
+        other.check_order(state)

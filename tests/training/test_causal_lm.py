@@ -572,6 +572,10 @@ def test_only_the_weights_that_patterns_name_train(make_trainer: Any, model_fold
         ({"trainable": []}, "model.trainable is empty, so that nothing trains"),
         ({"max_new_tokens": 0}, "model.max_new_tokens=0 must be 1 or more"),
         ({"init_rows": 5}, "model.init_rows=5 has no effect without init_lora_weights of eva, corda, lora_ga"),
+        (
+            {"adapter_dtype": "auto"},
+            "model.adapter_dtype=auto has no effect without model.peft or model.adapter",
+        ),
         ({"no_weight_decay": ["norms"]}, "model.no_weight_decay: 'norms' is found in no weight's name"),
         ({"trainable": ["norm"], "peft": LoraConfig()}, "layers that train beside the adapter"),
     ],

@@ -336,6 +336,8 @@ EMPTY: tuple[object, ...] = (None, "", [], {})
 def columns_of(form: str) -> list[str]:
     """Columns that a format reads, those that it needs first."""
     needed, optional = FORMATS[form].columns, FORMATS[form].optional
+    if form == UNPAIRED:
+        optional |= {column for name in _CONVERSATIONS for column in FORMATS[name].columns | FORMATS[name].optional}
     if form not in ("completion", "tokenized"):
         optional |= _OF_CHATS
     return sorted(needed) + sorted(optional)

@@ -87,7 +87,7 @@ class Source:
     columns: Optional[dict[str, str]] = None
     """Column names of this data set, by the names that the format needs, e.g. {instruction: question}."""
     system: Optional[str] = None
-    """System prompt for rows that have none; data.system by default."""
+    """System prompt for rows that have none; data.system by default, and "" for none."""
     document: Literal["line", "file"] = "line"
     """Unit of text that is a row of a .txt or .md file: each line, or the full file."""
 

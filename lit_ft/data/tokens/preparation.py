@@ -95,7 +95,7 @@ class Preparation:
             tokenizer=self.tokenizer,
             format=self._format(source),
             columns=source.columns,
-            system=source.system or self.system,
+            system=self.system if source.system is None else source.system,
             supervise=self.supervise,
             max_length=self.max_length,
             overlong=self.overlong,

@@ -89,7 +89,7 @@ def test_it_is_trained_further_and_saved_for_the_same_base(
     make_trainer(max_steps=2).fit(first, TextDataModule(rows, max_length=96))
     (tmp_path / "first").mkdir()
     first.save_adapter(tmp_path / "first")
-    second = CausalLM(model_folder, adapter=str(tmp_path / "first"))
+    second = CausalLM(model_folder, adapter=str(tmp_path / "first"), adapter_dtype="auto")
     make_trainer(max_steps=2).fit(second, TextDataModule(rows, max_length=96))
     (tmp_path / "second").mkdir()
     second.save_adapter(tmp_path / "second")
