@@ -202,6 +202,9 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
     near = [option for option in options if option.startswith(dotted)]  # an abbreviation
     near += [word] if own_command and word in own else []  # data.path
     near += [near for part in (dotted, first) for near in get_close_matches(part, options, cutoff=0.7)]
+    # In a file, the trainer's options are named without their section.
+    of_trainer = [option.removeprefix("trainer.") for option in options if option.startswith("trainer.")]
+    near += [f"trainer.{near}" for near in get_close_matches(dotted, of_trainer, cutoff=0.7)]
     own = [option for option in own if not option.endswith("help")]
     advice = "see --help for what there is"
     if near:

@@ -198,6 +198,22 @@ def test_one_line_that_says_what_to_write(
 
 
 @pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("max_epoch", "did you mean 'trainer.max_epochs'?"),
+        ("accumulate_grad_batch", "did you mean 'trainer.accumulate_grad_batches'?"),
+        ("foobar", "see --help for what there is"),
+    ],
+)
+def test_an_unknown_option_of_the_trainer_in_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, advice: str
+) -> None:
+    (tmp_path / "own.yaml").write_text(f"trainer: {{{option}: 1}}\n")
+    said = run(capsys, "fit", "--config", str(tmp_path / "own.yaml"), code=2)
+    assert f"unknown option {option!r}; {advice}" in said
+
+
+@pytest.mark.parametrize(
     ("typed", "message"),
     [
         ("chat ./none", "path='./none' does not exist"),

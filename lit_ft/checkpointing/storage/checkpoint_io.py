@@ -152,7 +152,7 @@ def check_fit(saved: Shapes, expected: Shapes) -> None:
     name, shape = differing[0]
     where = "the checkpoint" if saved.get(name) == shape else "the model"
     raise RecipeError(
-        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len(expected)} trainable weights "
+        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len({*saved, *expected})} weights "
         f"differ, e.g. {name} {shape} of {where}; resume with the recipe (base model and peft) that wrote it"
     )
 
