@@ -130,6 +130,7 @@ class TrainingSpec:
         self._check_checkpointing(skeleton)
         router_loss.coefficient(skeleton, self.router_aux_loss)
         base = None if self.tuning.given is None else self.fingerprint()
+        self.tuning.check_tokens(self.base)
         return self.tuning.wrap_skeleton(skeleton, self.base.added_ids, start, base)
 
     def _check_checkpointing(self, model: PreTrainedModel) -> None:

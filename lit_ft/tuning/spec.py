@@ -92,6 +92,15 @@ class TuningSpec:
         if (method := quantization.packed_method(config)) is not None:
             compatibility.check_quantized(self.peft, method)
 
+    def check_tokens(self, base: ModelSpec) -> None:
+        """Compare the tokens that were added for a given adapter with those of the run.
+
+        Raises:
+            RecipeError: one whose row the adapter trained is missing, or has another id.
+        """
+        if self.given is not None and self.peft is not None:
+            given_adapter.check_tokens(self.given, self.peft, base)
+
     def attention(self, requested: str) -> str:
         """Attention function to use where the recipe requests ``requested``."""
         is_prefix = self.peft is not None and self.peft.peft_type.value == prompt_learning.PREFIX

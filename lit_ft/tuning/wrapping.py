@@ -182,7 +182,8 @@ def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:
     """Refuse modules and layers in further options that the model lacks, which PEFT passes over.
 
     Raises:
-        RecipeError: a name, a pattern or a layer's number matches no module; the message lists what the model has.
+        RecipeError: a name, a pattern or a layer's number matches no module, or numbers of layers would not hold; the
+            message lists what the model has.
     """
     options = peft.to_dict()
     saved = options.get("modules_to_save") or ()
@@ -198,7 +199,12 @@ def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:
                 f"linear layers are {linear_layers(model)}"
             )
     _say_what_has_no_adapter(names, options.get("target_modules"), saved)
-    given = options.get("layers_to_transform")
+    given, targets = options.get("layers_to_transform"), options.get("target_modules")
+    if isinstance(targets, str) and given not in (None, []):  # as LoRA's config does; all-linear becomes full names
+        raise RecipeError(
+            f"model.peft: layers_to_transform={given} does not limit target_modules={targets} (peft 0.21); give a list "
+            f"of names; the linear layers of {type(model).__name__} are {linear_layers(model)}"
+        )
     layers = {int(parts[0]) for name in names if (parts := [part for part in name.split(".") if part.isdecimal()])}
     if beyond := sorted({given} - layers if isinstance(given, int) else set(given or ()) - layers):
         raise RecipeError(

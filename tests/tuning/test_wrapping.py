@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import GraloraConfig, LNTuningConfig, LoraConfig, OFTConfig, OSFConfig, PeftConfig
+from peft import GraloraConfig, LNTuningConfig, LoHaConfig, LoraConfig, OFTConfig, OSFConfig, PeftConfig, VeraConfig
 from transformers import AutoModelForCausalLM
 from tuning_methods import METHODS, PARAMETERS, TOKENS
 
@@ -81,6 +81,19 @@ def test_what_peft_passes_over_is_refused(model_folder: str, options: dict[str, 
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     with pytest.raises(RecipeError, match=re.escape(f"model.peft: {message}")):
         add_peft(base, LoraConfig(target_modules=["q_proj"], **options))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.q_proj"])
+@pytest.mark.parametrize("config", [OFTConfig, VeraConfig, LoHaConfig])
+def test_numbers_of_layers_hold_for_names_alone(model_folder: str, config: type[PeftConfig], targets: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    with pytest.raises(
+        RecipeError, match=r"layers_to_transform=\[1\] does not limit target_modules=.*; give a list of"
+    ):
+        add_peft(base, config(target_modules=targets, layers_to_transform=[1]))
+    wrapped = add_peft(base, config(target_modules=["q_proj", "k_proj"], layers_to_transform=[1]))
+    trained = [name for name, parameter in wrapped.named_parameters() if parameter.requires_grad and "layers" in name]
+    assert all("layers.1." in name for name in trained), trained
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], r".*\.(q|down)_proj"])

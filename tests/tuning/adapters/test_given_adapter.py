@@ -1,6 +1,7 @@
 """An adapter that PEFT or a run has written is trained further."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,49 @@ def test_it_is_trained_further_and_saved_for_the_same_base(
     other = untied(model_folder, tmp_path / "other")
     with pytest.raises(RecipeError, match="was trained on .* name the base that it was trained on"):
         CausalLM(other, adapter=str(tmp_path / "first")).check()
+
+
+def added(base: str, folder: Path, **options: Any) -> str:
+    """Folder of a new adapter, with the tokenizer of its run."""
+    module = CausalLM(base, peft=peft.LoraConfig(r=2, target_modules=["q_proj"]), **options)
+    module.configure_model()
+    folder.mkdir()
+    module.save_adapter(folder)
+    module.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_tokens_that_it_added_are_those_of_the_run(model_folder: str, tmp_path: Path) -> None:
+    two = added(model_folder, tmp_path / "two", added_tokens=["<red>"], added_special_tokens=["<cup>"])
+    plain = added(model_folder, tmp_path / "plain")
+    size = len(CausalLM(model_folder).tokenizer)
+    CausalLM(model_folder, adapter=two, added_tokens=["<red>"], added_special_tokens=["<cup>"]).check()
+    CausalLM(model_folder, adapter=two, added_tokens=["<red>", "<cup>"]).check()  # the same rows
+    fix = r'; set model\.added_tokens to \["<red>"\] and model\.added_special_tokens to \["<cup>"\]$'
+    for options, lacking in (
+        ({}, rf"'<red>' \(id {size}\), which the tokenizer of the run lacks"),
+        ({"added_tokens": ["<red>"]}, rf"'<cup>' \(id {size + 1}\), which the tokenizer of the run lacks"),
+        ({"added_tokens": ["<cup>", "<red>"]}, rf"'<red>' \(id {size}\), which the .* has under another id"),
+    ):
+        with pytest.raises(RecipeError, match=f"'{two}' has the token {lacking}{fix}"):
+            CausalLM(model_folder, adapter=two, **options).check()
+    with pytest.raises(RecipeError, match=r"leave out those of model\.added_tokens that it did not train"):
+        CausalLM(model_folder, adapter=plain, added_tokens=["<red>"]).check()
+
+
+def test_a_token_beside_it_that_it_did_not_train_is_said(model_folder: str, tmp_path: Path) -> None:
+    theirs = written_by_peft(model_folder, tmp_path / "theirs")
+    tokenizer = CausalLM(model_folder).tokenizer
+    tokenizer.add_special_tokens({"pad_token": "<padding>"})
+    tokenizer.save_pretrained(theirs)
+    for options, lacks in (({}, True), ({"tokenizer": theirs}, False)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            CausalLM(model_folder, adapter=theirs, **options).check()
+        message = (
+            f"'<padding>' (id {len(tokenizer) - 1}), which the tokenizer of the run lacks; if the data has it, set"
+        )
+        assert any(message in str(one.message) for one in said) is lacks
 
 
 def test_what_cannot_be_trained_further(model_folder: str, tmp_path: Path) -> None:
