@@ -230,6 +230,14 @@ class LearnsPreferences(Protocol):
 
 
 @runtime_checkable
+class DescribesTraining(Protocol):
+    """Module whose resumed runs name a change of what it is trained on."""
+
+    def describe_training(self) -> str:
+        """Text on whose answers train it, and by what."""
+
+
+@runtime_checkable
 class GivesKnownAnswers(Protocol):
     """Data module whose samples may be without a known answer."""
 

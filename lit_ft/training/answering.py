@@ -52,6 +52,10 @@ class AnsweringModule(LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Tokenizer of the model, with the tokens that the recipe adds."""
 
+    def describe_training(self) -> str:
+        """Text on whose answers train it, and by what; see ``DescribesTraining``."""
+        return "the answers of the data"
+
     @property
     def base_model(self) -> PreTrainedModel:
         """Hugging Face model inside PEFT's wrapper."""

@@ -19,7 +19,7 @@ from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import TRAINED
 from lit_ft.model.files.fingerprint import BaseForm, Fingerprint, check_same_base, check_same_form, warn_of_other_form
-from lit_ft.protocols import Checkpoint
+from lit_ft.protocols import Checkpoint, DescribesTraining
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.training.loss.token_weights import TokenWeights
 from lit_ft.training.optimizers.configure import PATTERN, check_total_steps, follow_run
@@ -30,6 +30,22 @@ from lit_ft.tuning.lora_init import LoraInitState
 
 _NO_OPTIONS = frozenset(("params", "param_names", "initial_lr", GIVEN))
 """Entries of an optimizer's groups that are no options of it."""
+TRAINED_ON = "trained_on"
+"""Key of what a checkpoint was trained on, and by what, as text."""
+
+
+def trained_on(checkpoint: Checkpoint) -> str:
+    """What a checkpoint was trained on, and by what."""
+    if "objective" in checkpoint and TRAINED_ON not in checkpoint:
+        return f"pairs of a better and a worse answer by `{checkpoint['objective']}`"
+    # Earlier versions have a key for each module.
+    texts = (checkpoint[key] for key in (TRAINED_ON, "distillation", "policy") if key in checkpoint)
+    return str(next(texts, "the answers of the data"))
+
+
+def _name_other_training(checkpoint: Checkpoint, now: str) -> None:
+    if (before := trained_on(checkpoint)) != now:
+        rank_zero_warn(f"model: the checkpoint was trained on {before}, and goes on with {now}")
 
 
 class SavedState:
@@ -114,6 +130,8 @@ class SavedState:
         checkpoint["base"] = self.base
         checkpoint["base_form"] = self.form.plain()
         checkpoint["token_weights"] = self.token_weights
+        if isinstance(self.module, DescribesTraining):
+            checkpoint[TRAINED_ON] = self.module.describe_training()
         if self.module.device.type == "cpu":
             checkpoint["threads"] = torch.get_num_threads()
         if self.replay is not None:
@@ -151,6 +169,8 @@ class SavedState:
                     f"model.token_weights: the checkpoint was trained with {before or 'none'}, and goes on with "
                     f"{now or 'none'}"
                 )
+            if isinstance(self.module, DescribesTraining):
+                _name_other_training(checkpoint, self.module.describe_training())
             _complete_average(checkpoint, {n: t for n, t in self.module.state_dict().items() if n not in self.shapes})
             states = checkpoint.get("optimizer_states") or [{}]
             groups = states[0].get("param_groups", [])

@@ -151,8 +151,9 @@ def check_fit(saved: Shapes, expected: Shapes) -> None:
     differing = sorted(set(saved.items()) ^ set(expected.items()))
     name, shape = differing[0]
     where = "the checkpoint" if saved.get(name) == shape else "the model"
+    differ = len({name for name, _ in differing})
     raise RecipeError(
-        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len({*saved, *expected})} weights "
+        f"the checkpoint does not fit the model: {differ} of {len({*saved, *expected})} weights "
         f"differ, e.g. {name} {shape} of {where}; resume with the recipe (base model and peft) that wrote it"
     )
 

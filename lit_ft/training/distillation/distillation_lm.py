@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.phases import within_a_step
 from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -13,7 +12,6 @@ from lit_ft.errors import RecipeError, check_types
 from lit_ft.model.loading import Dtype, dtype_name
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss
-from lit_ft.protocols import Checkpoint
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.distillation.divergences import Divergence, ForwardKL, check_divergence
 from lit_ft.training.distillation.metrics import DistillationMetrics
@@ -144,8 +142,6 @@ class DistillationLM(CausalLM):
             return self.train_metrics
         return self.test_metrics if self.trainer.testing else self.val_metrics
 
-    # --- save ------------------------------------------------------------------------------------
-
     def describe_teacher(self) -> str:
         """Text on the teacher, and how far it counts; see ``LearnsFromTeacher``."""
         known = f", {self.kd_ratio:g} of the loss" if self.kd_ratio < 1 else ""
@@ -155,17 +151,9 @@ class DistillationLM(CausalLM):
         """Text on what answers train it, and by which teacher."""
         return f"the answers of the data by {self.describe_teacher()}"
 
-    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Keep the names of what it is trained by."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["distillation"] = self.describe_objective()
-
-    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Name what has changed."""
-        super().on_load_checkpoint(checkpoint)
-        before, now = checkpoint.get("distillation", "the answers of the data alone"), self.describe_objective()
-        if before != now:
-            rank_zero_warn(f"model: the checkpoint was trained on {before}, and goes on with {now}")
+    def describe_training(self) -> str:
+        """Text on whose answers train it, and by what; see ``DescribesTraining``."""
+        return self.describe_objective()
 
 
 def _checked(teacher: str | None, kd_ratio: float) -> str:

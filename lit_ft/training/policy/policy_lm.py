@@ -17,7 +17,7 @@ from lit_ft.model.config.positions import check_positions
 from lit_ft.model.generation import GREEDY
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.process import datamodule_of
-from lit_ft.protocols import Checkpoint, GivesFirstBatches
+from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.policy.algorithms import GRPO, Algorithm, check_algorithm
 from lit_ft.training.policy.answers_file import AnswersFile
@@ -245,19 +245,9 @@ class PolicyLM(SampledAnswersModule, CausalLM):
                 "model.answers_per_prompt"
             )
 
-    # --- save ------------------------------------------------------------------------------------
-
-    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Keep the names of what answers are trained by."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["policy"] = self.describe_policy()
-
-    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Name what has changed."""
-        super().on_load_checkpoint(checkpoint)
-        before, now = checkpoint.get("policy", "the answers of the data"), self.describe_policy()
-        if before != now:
-            rank_zero_warn(f"model: the checkpoint was trained on {before}, and goes on with {now}")
+    def describe_training(self) -> str:
+        """Text on whose answers train it, and by what; see ``DescribesTraining``."""
+        return self.describe_policy()
 
     def describe_policy(self) -> str:
         """Text on how many answers train it, and by which rewards."""

@@ -21,6 +21,7 @@ from lit_ft.training.preference.metrics import NAMES, PairMetrics
 from lit_ft.training.preference.objectives import DPO, Objective, check_objective
 from lit_ft.training.preference.pairs import answer_log_probs, loss_before_training, loss_of_pairs, with_reference
 from lit_ft.training.preference.reference import ReferenceLogProbs
+from lit_ft.training.saved_state import trained_on
 
 
 class PreferenceLM(CausalLM):
@@ -205,27 +206,29 @@ class PreferenceLM(CausalLM):
             found = self._reference.divergence(self.trainer, self, split, mismatched, pairs.indices)
         self._divergence[split] = found
 
+    # --- save ------------------------------------------------------------------------------------
+
+    def describe_training(self) -> str:
+        """Text on whose answers train it, and by what; see ``DescribesTraining``."""
+        return self.describe_objective()
+
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Keep the objective, and the reference's log-probabilities: no resumed run could compute them."""
+        """Keep the reference's log-probabilities: no resumed run could compute them."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["objective"] = repr(self.objective)
         checkpoint["reference_log_probs"] = self._reference.known
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Take over the reference's log-probabilities, and name an objective that has changed.
+        """Take over the reference's log-probabilities.
 
         Raises:
             RecipeError: the objective needs them, and the checkpoint was trained by one that does not.
         """
-        super().on_load_checkpoint(checkpoint)
-        before, now = checkpoint.get("objective", "the cross-entropy of single answers"), repr(self.objective)
         self._reference.known = checkpoint.get("reference_log_probs", {})
         if self.objective.needs_reference and not self._reference.known:
             raise RecipeError(
-                f"{self.option}: {now} compares the model with what it was before training, which the checkpoint "
-                f"does not know: it was trained by {before}. Go on with that, or begin a new run from what it has "
-                "trained (model.adapter, or its merged model as model.pretrained)"
+                f"{self.option}: {self.objective!r} compares the model with what it was before training, which the "
+                f"checkpoint does not know: it was trained on {trained_on(checkpoint)}. Go on with that, or begin a "
+                "new run from what it has trained (model.adapter, or its merged model as model.pretrained)"
             )
-        if before != now:
-            rank_zero_warn(f"{self.option}: the checkpoint was trained by {before}, and goes on by {now}")
+        super().on_load_checkpoint(checkpoint)
         self._reference.is_of_start = False

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,11 @@ from lit_ft import (
     DFT,
     CausalLM,
     DistillationLM,
+    ExactAnswer,
     ForwardKL,
     JensenShannon,
     OnPolicyDistillationLM,
+    PolicyLM,
     RecipeError,
     ReverseKL,
     Source,
@@ -288,6 +291,25 @@ def test_another_teacher_is_named(
         match=r"was trained on the answers of the data by ForwardKL\(temperature=1\) from .*, and goes on with",
     ):
         fit(make_trainer, (folders[0], model_folder), questions, {"resume": saved})
+
+
+@pytest.mark.parametrize("kind", [CausalLM, PolicyLM, DistillationLM])
+def test_a_run_that_goes_on_by_another_kind_of_training_says_so(
+    make_trainer: Any, folders: tuple[str, str], questions: str, tmp_path: Path, kind: type[CausalLM]
+) -> None:
+    """A validation of the checkpoint goes on with nothing."""
+    saved, options = str(tmp_path / "two.ckpt"), {"peft": LORA, "optimizer": steady, "max_new_tokens": 3}
+    fit(make_trainer, folders, questions, {"save_after": 2, "save": saved})
+    options |= {"rewards": [ExactAnswer()], "answers_per_prompt": 2} if kind is PolicyLM else {}
+    options |= {"teacher": folders[1], "divergence": ReverseKL()} if kind is DistillationLM else {}
+    said = r"was trained on the answers of the data by ForwardKL\(temperature=1\) from .*, and goes on with"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?s).*was trained on")
+        make_trainer().validate(kind(folders[0], **options), data_of(questions), ckpt_path=saved, verbose=False)
+    with pytest.warns(UserWarning, match=said):
+        make_trainer(max_steps=3, accumulate_grad_batches=2).fit(
+            kind(folders[0], **options), data_of(questions), ckpt_path=saved
+        )
 
 
 def test_predicting_needs_no_teacher(make_trainer: Any, folders: tuple[str, str], questions: str) -> None:

@@ -43,7 +43,7 @@ def test_a_policy_learns_by_it(make_trainer: Any, model_folder: str, tmp_path: P
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=False)
     assert not any("score" in name for name in saved["state_dict"])
-    assert "RewardModel(pretrained=" in saved["policy"]
+    assert "RewardModel(pretrained=" in saved["trained_on"]
 
 
 def test_what_is_no_reward_model_is_refused(
