@@ -205,7 +205,8 @@ def run_lora_init(
     )
     if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
         probe = wrap(with_default_init(config))
-        config.target_modules = set(probe.targeted_module_names)  # PEFT's preprocessing needs names
+        given_as_parameters = {name.removesuffix(".weight") for name in probe.targeted_parameter_names}
+        config.target_modules = {*probe.targeted_module_names, *given_as_parameters}  # PEFT's preprocessing needs names
         probe.base_model.unload()
     with _weights_kept(base, init):
         if init == "corda":

@@ -52,3 +52,26 @@ def test_an_init_that_reads_data_trains_the_layers_that_all_linear_selects() -> 
     resumed = add_peft(other, with_default_init(config))
     assert wrapped.targeted_module_names == resumed.targeted_module_names
     assert not any("encoder_attn" in name for name in wrapped.targeted_module_names)
+
+
+@pytest.mark.parametrize("init", ["lora_ga", "pissa", "olora"])
+def test_an_init_trains_layers_that_are_given_as_parameters(init: str) -> None:
+    """Dense layers and shared experts of DeepSeek-V3."""
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=init)
+    TuningSpec.of(config, "float32", None, None)
+    model, other = (AutoModelForCausalLM.from_config(tiny_config("deepseek_v3")) for _ in range(2))
+
+    def forward(_: object) -> TokenLoss:
+        return TokenLoss(model(torch.arange(3, 20)[None]).logits.square().sum(), torch.tensor(0), torch.zeros(0))
+
+    batch = empty_batch()
+    batch["terms"] = 1
+    wrapped, start = run_lora_init(
+        model, config, lambda chosen: add_peft(model, chosen), [batch], forward, lambda: model
+    )
+    resumed = add_peft(other, with_default_init(config, start))
+    trained, wanted = ({name for name, p in m.named_parameters() if p.requires_grad} for m in (wrapped, resumed))
+    assert trained == wanted
+    given = [tensor for name, tensor in start["taken"].items() if "mlp" in name]
+    assert len(given) == 2 * 3 * len(model.model.layers)
+    assert all(tensor.any() for tensor in given)
