@@ -17,7 +17,7 @@ from typing import TypedDict, cast
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import EvaConfig, LoraConfig, LoraGAConfig, PeftConfig, PeftModel, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.eva import initialize_lora_eva_weights
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
+from lit_ft.tuning.targets.patterns import of_parameter
 
 FROM_DATA = ("eva", "corda", "lora_ga")
 """Values of ``init_lora_weights`` that read training data."""
@@ -233,9 +234,26 @@ def _state_after(model: PeftModel, init: str) -> LoraInitState:
     settings: dict[str, object] = {}
     config = _reset_init(model.peft_config["default"])
     if init == "eva":
-        settings = {name: getattr(config, name) for name in ("rank_pattern", "alpha_pattern")}
-        settings["target_modules"] = sorted(config.target_modules)
+        layers = _name_adapted_layers(model, config)
+        settings = {"rank_pattern": config.rank_pattern, "alpha_pattern": config.alpha_pattern}
+        settings["target_modules"] = layers
     return LoraInitState(settings=settings, taken=taken)
+
+
+def _name_adapted_layers(model: PeftModel, config: LoraConfig) -> list[str]:
+    """Name the layers that EVA has left an adapter in a config, which PEFT does as if none were given as parameters.
+
+    Returns:
+        Names of all of these layers.
+    """
+    layers = {name: part for name, part in model.get_base_model().named_modules() if isinstance(part, LoraLayer)}
+    parameters = {name for name, part in layers.items() if isinstance(part, ParamWrapper)}
+    config.target_modules = set(layers) - parameters
+    config.target_parameters = sorted(f"{name}.weight" for name in parameters) or None
+    for option in ("rank_pattern", "alpha_pattern"):
+        by_name = getattr(config, option).items()
+        setattr(config, option, {of_parameter(n) if n in parameters else n: value for n, value in by_name})
+    return sorted(layers)
 
 
 def restore(model: PeftModel, start: LoraInitState) -> PeftModel:
