@@ -211,7 +211,8 @@ def run_lora_init(
         probe.base_model.unload()
     with _weights_kept(base, init):
         if init == "corda":
-            preprocess_corda(base, config, run_model=lambda: _run(forward, batches))
+            with _inputs_as_matrices(base):
+                preprocess_corda(base, config, run_model=lambda: _run(forward, batches))
         elif init == "lora_ga":
             preprocess_loraga(base, config, train_step=lambda: _backward(forward, batches))
         model = wrap(with_default_init(config) if init == "loftq" else config)
@@ -306,6 +307,32 @@ def _weights_kept(base: nn.Module, init: str) -> Iterator[None]:
     yield
     for layer, weight in zip(layers, kept, strict=True):
         layer.weight.data = weight
+
+
+@contextmanager
+def _inputs_as_matrices(base: nn.Module) -> Iterator[None]:
+    """Context in which linear layers get inputs ``(tokens, features)``, as PEFT's CorDA reads them from hooks.
+
+    Those of latent attention have more dimensions than a batch and its tokens (peft 0.21).
+    """
+    shapes: dict[nn.Module, torch.Size] = {}
+
+    def flatten(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        shapes[layer] = inputs[0].shape
+        return (inputs[0].flatten(0, -2),)
+
+    def unflatten(layer: nn.Module, _: tuple[Tensor], output: Tensor) -> Tensor:
+        return output.view(*shapes.pop(layer)[:-1], -1)
+
+    layers = [module for module in base.modules() if type(module) is nn.Linear]
+    hooks = [
+        hook
+        for layer in layers
+        for hook in (layer.register_forward_pre_hook(flatten), layer.register_forward_hook(unflatten))
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def _run(forward: Callable[[PackedBatch], TokenLoss], batches: Sequence[PackedBatch]) -> None:

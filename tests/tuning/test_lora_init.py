@@ -57,7 +57,7 @@ def test_an_init_that_reads_data_trains_the_layers_that_all_linear_selects() -> 
     assert not any("encoder_attn" in name for name in wrapped.targeted_module_names)
 
 
-@pytest.mark.parametrize("init", ["lora_ga", "pissa", "olora"])
+@pytest.mark.parametrize("init", ["lora_ga", "corda", "pissa", "olora"])
 def test_an_init_trains_layers_that_are_given_as_parameters(init: str) -> None:
     """Dense layers and shared experts of DeepSeek-V3."""
     config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=init)
