@@ -17,7 +17,7 @@ from typing import TypedDict, cast
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import EvaConfig, LoraConfig, LoraGAConfig, PeftConfig, PeftModel, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.eva import initialize_lora_eva_weights
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch, TokenLoss, terms_of_mean
+from lit_ft.tuning.targets.patterns import of_parameter
 
 FROM_DATA = ("eva", "corda", "lora_ga")
 """Values of ``init_lora_weights`` that read training data."""
@@ -205,11 +206,13 @@ def run_lora_init(
     )
     if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
         probe = wrap(with_default_init(config))
-        config.target_modules = set(probe.targeted_module_names)  # PEFT's preprocessing needs names
+        given_as_parameters = {name.removesuffix(".weight") for name in probe.targeted_parameter_names}
+        config.target_modules = {*probe.targeted_module_names, *given_as_parameters}  # PEFT's preprocessing needs names
         probe.base_model.unload()
     with _weights_kept(base, init):
         if init == "corda":
-            preprocess_corda(base, config, run_model=lambda: _run(forward, batches))
+            with _inputs_as_matrices(base):
+                preprocess_corda(base, config, run_model=lambda: _run(forward, batches))
         elif init == "lora_ga":
             preprocess_loraga(base, config, train_step=lambda: _backward(forward, batches))
         model = wrap(with_default_init(config) if init == "loftq" else config)
@@ -232,9 +235,26 @@ def _state_after(model: PeftModel, init: str) -> LoraInitState:
     settings: dict[str, object] = {}
     config = _reset_init(model.peft_config["default"])
     if init == "eva":
-        settings = {name: getattr(config, name) for name in ("rank_pattern", "alpha_pattern")}
-        settings["target_modules"] = sorted(config.target_modules)
+        layers = _name_adapted_layers(model, config)
+        settings = {"rank_pattern": config.rank_pattern, "alpha_pattern": config.alpha_pattern}
+        settings["target_modules"] = layers
     return LoraInitState(settings=settings, taken=taken)
+
+
+def _name_adapted_layers(model: PeftModel, config: LoraConfig) -> list[str]:
+    """Name the layers that EVA has left an adapter in a config, which PEFT does as if none were given as parameters.
+
+    Returns:
+        Names of all of these layers.
+    """
+    layers = {name: part for name, part in model.get_base_model().named_modules() if isinstance(part, LoraLayer)}
+    parameters = {name for name, part in layers.items() if isinstance(part, ParamWrapper)}
+    config.target_modules = set(layers) - parameters
+    config.target_parameters = sorted(f"{name}.weight" for name in parameters) or None
+    for option in ("rank_pattern", "alpha_pattern"):
+        by_name = getattr(config, option).items()
+        setattr(config, option, {of_parameter(n) if n in parameters else n: value for n, value in by_name})
+    return sorted(layers)
 
 
 def restore(model: PeftModel, start: LoraInitState) -> PeftModel:
@@ -287,6 +307,32 @@ def _weights_kept(base: nn.Module, init: str) -> Iterator[None]:
     yield
     for layer, weight in zip(layers, kept, strict=True):
         layer.weight.data = weight
+
+
+@contextmanager
+def _inputs_as_matrices(base: nn.Module) -> Iterator[None]:
+    """Context in which linear layers get inputs ``(tokens, features)``, as PEFT's CorDA reads them from hooks.
+
+    Those of latent attention have more dimensions than a batch and its tokens (peft 0.21).
+    """
+    shapes: dict[nn.Module, torch.Size] = {}
+
+    def flatten(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        shapes[layer] = inputs[0].shape
+        return (inputs[0].flatten(0, -2),)
+
+    def unflatten(layer: nn.Module, _: tuple[Tensor], output: Tensor) -> Tensor:
+        return output.view(*shapes.pop(layer)[:-1], -1)
+
+    layers = [module for module in base.modules() if type(module) is nn.Linear]
+    hooks = [
+        hook
+        for layer in layers
+        for hook in (layer.register_forward_pre_hook(flatten), layer.register_forward_hook(unflatten))
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def _run(forward: Callable[[PackedBatch], TokenLoss], batches: Sequence[PackedBatch]) -> None:

@@ -38,7 +38,7 @@ from lit_ft.model.quantization import LinearLayer
 from lit_ft.model.rotary_embedding import rotated_width
 from lit_ft.tuning import compatibility, prompt_learning, score_head
 from lit_ft.tuning.lora_init import changes_biases
-from lit_ft.tuning.targets import all_linear, experts
+from lit_ft.tuning.targets import all_linear, experts, patterns
 
 
 def add_peft(
@@ -72,13 +72,14 @@ def add_peft(
     # Lightning builds a model with its GPU as the default device; PEFT draws from generators of the CPU. On the CPU new
     # weights are also the same numbers for every device.
     creates_on = nullcontext() if model.device.type == "meta" else torch.device("cpu")
-    with explained("model.peft", names, also=(re.error,)), creates_on:
+    with explained("model.peft", names, also=(re.error,)), creates_on, patterns.without_warnings_of_peft(peft):
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
     _correct_layers(wrapped)
     if isinstance(model, HasScore) and in_float32:
         score_head.keep_in_float32(model)
     check_ranks(wrapped)
+    patterns.warn_of_unmatched(wrapped)
     _check_trained_twice(wrapped)
     _check_biases(peft, biases, type(model).__name__)
     all_linear.check_shared(wrapped, shared)

@@ -20,6 +20,7 @@ from lit_ft.internals.peft import renamed_targets
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.quantization import linear_modules
 from lit_ft.tuning.lora.expert_lora import wrapped_parameters
+from lit_ft.tuning.targets import patterns
 from lit_ft.tuning.targets.all_linear import grouped_layers
 
 MIB = 2**20
@@ -170,6 +171,7 @@ def resolve_targets(model: PreTrainedModel, peft: PeftConfig) -> None:
         last = sorted({name.rsplit(".", 1)[-1] for name in apart})
         of = f"{', '.join(last)} of {type(model).__name__}, which PEFT adapts as parameters"
         _check_options_of_parameters(peft, of, f", or exclude_modules to [{', '.join(last)}]")
+        patterns.extend_to_parameters(peft, apart)
     if apart or (moved and isinstance(peft.target_modules, str)) or peft.target_modules == "all-linear":
         peft.target_modules = set(named) - set(apart)
         peft.target_parameters = (
