@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import __version__, cli
 from lit_ft.cli import COMMANDS, main
+from lit_ft.commands.train import DESCRIPTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +87,15 @@ def test_fit_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> No
         text = " ".join(capsys.readouterr().out.split())
         for word in words:
             assert word in text
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_help_begins_with_the_command_and_what_it_does(capsys: Any, command: str) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([command, "--help"])
+    usage, sentence = capsys.readouterr().out.split("\n\n")[:2]
+    assert usage.startswith(f"usage: python -m lit_ft {command} [")
+    assert " ".join(sentence.split()) == DESCRIPTIONS[command]
 
 
 def test_a_run_leaves_what_the_readme_says(
