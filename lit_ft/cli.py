@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from lit_ft import __version__
 from lit_ft.recipe.allowed_code import as_options, take_option
 
 COMMANDS = {
@@ -63,6 +64,7 @@ commands:
 
   python -m lit_ft COMMAND --help                            what a command takes
   python -m lit_ft fit --config recipes/quickstart.yaml      an example that runs anywhere
+  --version                                                  the version of lit_ft
   --debug                                                    full tracebacks, with any command
   --allow_code MODULE                                        let recipes name your own classes, with any command"""
 
@@ -81,6 +83,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if name in ("-h", "--help"):
         print(help_text())
         sys.exit(0 if arguments else 2)
+    if name == "--version":
+        print(f"lit_ft {__version__}")
+        sys.exit(0)
     if name not in COMMANDS:
         _fail(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}{_did_you_mean(name)}", 2)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -290,11 +295,20 @@ def _did_you_mean(name: str) -> str:
 
     if name.startswith("-"):
         return "; the command is the first word, e.g. fit --config recipes/qwen.yaml"
-    near = ["fit"] if name.lower() in _WORDS_FOR_FIT else get_close_matches(name.lower(), COMMANDS, n=1)
+    word = name.lower().replace("-", "_")
+    near = [_WORDS_OF_OTHERS[word]] if word in _WORDS_OF_OTHERS else get_close_matches(name.lower(), COMMANDS, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-_WORDS_FOR_FIT = ("train", "finetune", "fine-tune", "sft", "tune")
+_WORDS_OF_OTHERS = {
+    **dict.fromkeys(("train", "finetune", "fine_tune", "sft", "pt", "rlhf", "tune"), "fit"),
+    **dict.fromkeys(("merge", "merge_lora"), "export RUN --merge"),
+    **dict.fromkeys(("eval", "benchmark"), "evaluate"),
+    **dict.fromkeys(("infer", "inference", "generate"), "predict or chat"),
+    **dict.fromkeys(("webui", "web_ui", "ui", "gui"), "board"),
+    **dict.fromkeys(("api", "deploy"), "serve"),
+}
+"""Commands of other trainers, with the command that does the same here."""
 
 
 def _report(error: Exception) -> NoReturn:

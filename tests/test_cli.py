@@ -23,8 +23,9 @@ from shared_fixtures import make_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_ft import cli
+from lit_ft import __version__, cli
 from lit_ft.cli import COMMANDS, main
+from lit_ft.commands.train import DESCRIPTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +87,15 @@ def test_fit_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> No
         text = " ".join(capsys.readouterr().out.split())
         for word in words:
             assert word in text
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_help_begins_with_the_command_and_what_it_does(capsys: Any, command: str) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([command, "--help"])
+    usage, sentence = capsys.readouterr().out.split("\n\n")[:2]
+    assert usage.startswith(f"usage: python -m lit_ft {command} [")
+    assert " ".join(sentence.split()) == DESCRIPTIONS[command]
 
 
 def test_a_run_leaves_what_the_readme_says(
@@ -480,6 +490,21 @@ def test_an_unknown_command(capsys: Any) -> None:
     for typed in ("fti", "FIT", "train"):
         assert "did you mean fit?" in run(capsys, typed, code=2)
     assert "; the command is the first word, e.g. fit" in run(capsys, "--config", "recipes/qwen.yaml", "fit", code=2)
+    for typed, meant in {
+        "merge": "export RUN --merge",
+        "merge-lora": "export RUN --merge",
+        "eval": "evaluate",
+        "infer": "predict or chat",
+        "webui": "board",
+        "deploy": "serve",
+    }.items():
+        assert f"(did you mean {meant}?)" in run(capsys, typed, code=2)
+
+
+def test_the_version(capsys: Any) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lit_ft {__version__}\n"
 
 
 def test_debug_shows_the_traceback(capsys: Any) -> None:

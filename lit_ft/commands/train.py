@@ -64,6 +64,14 @@ from lit_ft.training.recipe_loggers import explained_starts, idle, log_recipe, p
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
 """Exceptions that classes of a recipe raise for bad arguments."""
 
+DESCRIPTIONS = {
+    "fit": "Train a model by a recipe; checkpoints, adapter and report are written to a run folder.",
+    "validate": "Measure loss and accuracy on the validation data, with the weights of --ckpt_path if given.",
+    "test": "Measure loss and accuracy on the test data, with the weights of --ckpt_path if given.",
+    "predict": "Answer the prompts of the test data, with the weights of --ckpt_path if given, and write the answers.",
+}
+"""What each command does, as its ``--help`` begins."""
+
 
 def run(arguments: list[str]) -> None:
     """Parse a recipe and run the command that ``arguments`` starts with."""
@@ -178,6 +186,7 @@ class TrainingCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Parser of a subcommand: Lightning has no public way to give one of them options of its own."""
+        kwargs["description"] = DESCRIPTIONS[subcommand]  # Lightning's is the first line of a docstring, cut off
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
             add_predict_options(parser)
@@ -191,6 +200,7 @@ class TrainingCLI(LightningCLI):
         """
         check_files(self._arguments)
         subcommand, *options = self._arguments
+        self._subcommand_parsers[subcommand].prog = f"python -m lit_ft {subcommand}"
         try:
             if any(option.startswith("--print_config") for option in options):
                 self.config = parser.parse_args(self._arguments)

@@ -133,6 +133,11 @@ class Service:
             values = json.loads(text)
             if "\\ud" in text.lower():
                 json.dumps(values, ensure_ascii=False).encode()  # refuses halves of pairs, which are no characters
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+            raise RequestError(
+                f"the body has {half}, one half of a surrogate pair, which is no character; write both halves, or UTF-8"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is no JSON: {error}") from error
         if not isinstance(values, dict):
@@ -140,8 +145,10 @@ class Service:
         return Fields(values)
 
     def _engine(self, fields: Fields) -> tuple[str, Engine]:
-        name = self._known(fields.take("model", str, ""))
-        return name, self._engines[name]
+        name = fields.find("model", str)
+        if name is None:
+            raise RequestError(f"the field model is missing; give one of {', '.join(self._engines)}")
+        return self._known(name), self._engines[name]
 
     def _known(self, name: str) -> str:
         if name not in self._engines:

@@ -396,6 +396,24 @@ def test_malformed_bodies_are_refused_as_json(served: Served, body: bytes) -> No
     assert json.loads(answer)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (
+            HALF,
+            r"the body has \ud800, one half of a surrogate pair, which is no character; write both halves, or UTF-8",
+        ),
+        (b'{"messages": []}', "the field model is missing; give one of base, run-a"),
+        (b'{"model": null, "messages": []}', "the field model is missing; give one of base, run-a"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_said(served: Served, body: bytes, reason: str) -> None:
+    head = f"{HEAD}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    status, answer = exchange(served.port, head.encode() + body)
+    assert status == 400
+    assert json.loads(answer)["error"]["message"].startswith(reason)
+
+
 def test_a_key_is_needed_for_all_but_health(served: Served) -> None:
     client = served.client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError, match="no key, or another one"):
