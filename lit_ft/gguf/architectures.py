@@ -153,6 +153,11 @@ def family_of(architecture: str, config: PretrainedConfig) -> Family:
     Raises:
         RecipeError: the architecture has no table, or its config asks for what llama.cpp does not compute.
     """
+    if architecture.endswith("ForSequenceClassification"):
+        raise RecipeError(
+            f"{architecture} is a reward model, which scores texts and writes none, and lit_ft writes no GGUF of it; "
+            "leave out --gguf and --gguf_adapter, and score with lit_ft.RewardModel('RUN/merged') (docs/preferences.md)"
+        )
     if architecture not in FAMILIES:
         raise RecipeError(
             f"{architecture} cannot be written as GGUF by lit_ft, which has tables for {', '.join(FAMILIES)}; merge "

@@ -20,6 +20,7 @@ from transformers import (
     GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -401,6 +402,8 @@ def test_what_has_no_form_in_gguf_is_refused_by_name() -> None:
     sizes = {**SIZES, "head_dim": 16}
     with pytest.raises(RecipeError, match="GemmaForCausalLM cannot be written.*LlamaForCausalLM, MistralForCausalLM, "):
         check_convertible(GemmaForCausalLM(GemmaConfig(**sizes)), tokenizer)
+    with pytest.raises(RecipeError, match="^LlamaForSequenceClassification is a reward model, .* lit_ft.RewardModel"):
+        check_convertible(LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)), tokenizer)
     for options, message in (
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}}, "rope_type='dynamic'"),

@@ -107,10 +107,11 @@ class RewardLM(PreferenceLM):
         callbacks = [] if self._trainer is None else attributes_of(self._trainer).callbacks
         asking = [type(one).__name__ for one in callbacks if isinstance(one, _ASKING)]
         if stage == "predict" or asking:
-            what = "predict" if stage == "predict" else f"trainer.callbacks: {', '.join(asking)}"
+            where = "predict" if stage == "predict" else f"trainer.callbacks: {', '.join(asking)}"
+            without = "" if stage == "predict" else "leave them out; "
             raise RecipeError(
-                f"{what}: a reward model scores texts, and writes none; leave it out. Scores of answers are those of "
-                "lit_ft.RewardModel (docs/preferences.md)"
+                f"{where}: a reward model scores texts, and writes none; {without}for scores of answers run export RUN "
+                "--merge, and give RUN/merged to lit_ft.RewardModel (docs/preferences.md)"
             )
 
 
