@@ -180,6 +180,7 @@ class TrainingSpec:
         # Some models draw while they are built, though not where they are built without memory for weights.
         process.seed_torch(process.seed())
         before = PackedForward(base, self.activation_offload, self.router_aux_loss)
+        before.shares_tokens = False  # inits that look at inputs count the tokens of each sample
         for_init = partial(self._loss_for_init, before, loss_of)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         if (tokenizer := self.base.tokenizer_in_use) is not None:
