@@ -41,7 +41,7 @@ from lit_ft.export.folder_texts import (
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, restore
 from lit_ft.gguf import WeightType
-from lit_ft.model.files.fingerprint import read_form, write_fingerprint
+from lit_ft.model.files.fingerprint import BaseForm, read_form, write_fingerprint
 from lit_ft.model.files.text_part import text_class
 from lit_ft.model.loading import DENSE
 from lit_ft.model.spec import ModelSpec
@@ -326,7 +326,7 @@ def _of_adapters(
 ) -> _Exported:
     base = _base_of(adapters[0], folder, named)
     with about_base(adapters[0], named) if folder is None else nullcontext():
-        check_base_config(base, adapters[0])
+        check_base_config(base, adapters)
         check(base, [adapter.config for adapter in adapters])
         check_combinable(adapters, combination)
         check_unchanged(Path(base.pretrained).expanduser())
@@ -340,7 +340,7 @@ def _of_adapters(
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
     made_of = ", ".join(notes) + (f" ({combination})" if len(notes) > 1 else "")
     source = ", ".join(f"{adapter.weight:g} x {adapter.folder}" for adapter in adapters)
-    form = replace(read_form(adapters[0].folder), config_overrides=base.config_overrides or {})
+    form = _form(adapters, base)
 
     def texts(kind: Kind) -> Mapping[str, str]:
         card = Card(
@@ -366,6 +366,13 @@ def _of_adapters(
         write_fingerprint(now, to, form)
 
     return _Exported(wrapped, tokenizer, source, base, texts, write)
+
+
+def _form(adapters: list[Adapter], base: ModelSpec) -> BaseForm:
+    """Form of the base that is recorded for a sum: the first adapter's, quantized if that of any of them was."""
+    forms = [read_form(adapter.folder) for adapter in adapters]
+    method = next((form.quantization for form in forms if form.quantization), None)
+    return replace(forms[0], config_overrides=base.config_overrides or {}, quantization=method)
 
 
 def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> ModelSpec:

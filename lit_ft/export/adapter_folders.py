@@ -203,20 +203,27 @@ def about_base(adapter: Adapter, named: str | None) -> Iterator[None]:
             yield
 
 
-def check_base_config(base: ModelSpec, adapter: Adapter) -> None:
-    """Read the config of an adapter's base, and say in what it is not as its files have it, or as it was in training.
+def check_base_config(base: ModelSpec, adapters: Sequence[Adapter]) -> None:
+    """Read the config of a base, and say in what it is not as its files have it, or as in the training of an adapter.
+
+    Args:
+        base: base model, as ``base_of`` or a run gives it.
+        adapters: adapters that are used with it; the first one gives its values.
 
     Raises:
         RecipeError: there is no such model.
     """
     loading.load_config(base.pretrained)
     if base.config_overrides:
-        rank_zero_info(f"the base of {adapter.folder} is read with {OVERRIDES}={json.dumps(base.config_overrides)}")
-    if method := read_form(adapter.folder).quantization:
-        rank_zero_info(
-            f"{adapter.folder} was trained on a base quantized by {method}, and is used with the unquantized one here, "
-            "which answers a little differently; name the run in place of its adapter's folder for the quantized one"
-        )
+        rank_zero_info(f"the base of {adapters[0].folder} is read with {OVERRIDES}={json.dumps(base.config_overrides)}")
+    for adapter in adapters:
+        method = read_form(adapter.folder).quantization
+        if method is not None and base.quantization is None:
+            rank_zero_info(
+                f"{adapter.folder} was trained on a base quantized by {method}, and is used with the unquantized one "
+                "here, which answers a little differently; name the run in place of its adapter's folder for the "
+                "quantized one"
+            )
 
 
 def resize_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

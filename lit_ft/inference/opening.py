@@ -314,7 +314,7 @@ def _open_adapter(
     spec = _in_dtype_of_training(base_of(adapter, named), adapter)
     _refuse_scores(spec, str(adapter.folder))
     with about_base(adapter, named):
-        check_base_config(spec, adapter)
+        check_base_config(spec, [adapter])
         check_unchanged(Path(spec.pretrained).expanduser())
         adapter.check(spec)
         sharing = shared if not changes_base(adapter.config) else None

@@ -363,6 +363,22 @@ def test_a_quantized_base_asks_for_a_choice(
     assert not out.exists()
 
 
+def test_a_sum_records_that_one_base_was_quantized_whatever_the_order(
+    lit_ft: Any, finished: Any, tmp_path: Path
+) -> None:
+    plain, packed, out = finished(), finished(*quantized(NF4)), tmp_path / "sum"
+    line = f"{packed}/adapter was trained on a base quantized by bitsandbytes, and is used with the unquantized one"
+    for order in ((plain, packed), (packed, plain)):
+        adapters = [option for run in order for option in ("--adapter", run)]
+        said = lit_ft("export", *adapters, "--out", out)
+        assert said.count(line) == said.count("was trained on a base quantized") == 1
+        assert json.loads((out / "base.json").read_text())["quantization"] == "bitsandbytes"
+        assert "In training the base was quantized by bitsandbytes" in (out / "README.md").read_text()
+    said = lit_ft("export", "--run", packed, *adapters, "--out", out)
+    assert "used with the unquantized one" not in said  # the base of the run is quantized
+    assert json.loads((out / "base.json").read_text())["quantization"] == "bitsandbytes"
+
+
 @pytest.mark.parametrize("config", [NF4, INT8], ids=["nf4", "int8"])
 def test_a_quantized_base_is_dequantized(
     lit_ft: Any, finished: Any, model_folder: str, tmp_path: Path, config: dict[str, Any]
