@@ -72,7 +72,7 @@ def test_training_after_an_evaluation_computes_the_same(
     weights = ranks[0][3]  # which other ranks do not keep under some strategies
     for found_stages, means, steps, _ in ranks:
         assert found_stages == (stages if name in ("ddp", "zero3") else set())
-        assert means == pytest.approx(wanted_means, rel=1e-5)
+        assert means == pytest.approx(wanted_means, rel=2e-5)
         assert_same(steps, weights, wanted, wanted_weights, 3e-5)  # without AVX-512 the last step differs by 1.3e-5
 
 

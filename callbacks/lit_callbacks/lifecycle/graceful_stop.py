@@ -197,8 +197,10 @@ class GracefulStop(Callback):
         """Path of the checkpoint to write, which the checkpoint callback learns of."""
         path = str(self.checkpoint or self._default_path(trainer))
         if is_a(trainer.checkpoint_callback, ModelCheckpoint):
-            # Else the resumed run writes last-v1.ckpt too; it spells paths so.
-            trainer.checkpoint_callback.last_model_path = path if is_url(path) else os.path.realpath(path)
+            # Else the resumed run writes last-v1.ckpt too; it spells paths so. The file may be a link.
+            folder, name = os.path.split(path)
+            here = path if is_url(path) else os.path.join(os.path.realpath(folder), name)
+            trainer.checkpoint_callback.last_model_path = here
         return path
 
     def _agreed_signal(self, trainer: Trainer) -> int:

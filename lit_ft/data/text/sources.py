@@ -115,7 +115,8 @@ class Source:
         """Path of the ``.bin`` and ``.idx`` files of an indexed data set, without suffix; None for other sources."""
         path = Path(self.path).expanduser()
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-        is_indexed = self.format == "indexed" or (not path.is_dir() and Path(f"{prefix}.idx").is_file())
+        # False of a name that is too long, which Path's own methods raise.
+        is_indexed = self.format == "indexed" or (not os.path.isdir(path) and os.path.isfile(f"{prefix}.idx"))
         return prefix if is_indexed else None
 
     @property
