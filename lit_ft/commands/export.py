@@ -109,7 +109,7 @@ def export(
         out: output folder; by default RUN/adapter, RUN/merged, RUN/gguf-TYPE or RUN/gguf_adapter, with -best behind it
             for ckpt_path=best.
         merge: merge the adapter into the base model; also needed to export a full fine-tuning.
-        dtype: dtype of the merged weights; by default that of the base model.
+        dtype: dtype of the merged weights; by default that in which training read the base model.
         quantized_base: merge into a base in 4 or 8 bits: dequantize it, or keep it quantized and quantize the merged
             weights again; the error is measured and printed.
         combination: method that combines several adapters; cat is their exact weighted sum.

@@ -163,9 +163,10 @@ class Adapter:
 
 
 def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
-    """Base model of an adapter, with the values of its config that the adapter was trained with.
+    """Base model of an adapter, in the dtype and with the values of its config that the adapter was trained with.
 
-    The tokenizer is the adapter's own, if its folder has one.
+    A dtype that the adapter does not record is that of the base's files. The tokenizer is the adapter's own, if its
+    folder has one.
 
     Args:
         adapter: adapter.
@@ -179,8 +180,9 @@ def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
         raise RecipeError(f"the adapter {str(adapter.folder)!r} names no base; give it with --base")
     tokenizer = str(adapter.folder) if adapter.has_tokenizer else pretrained
     head: Head = "score" if adapter.config.task_type == "SEQ_CLS" else "logits"
-    overrides = read_form(adapter.folder).config_overrides or None
-    return ModelSpec(pretrained, tokenizer, config_overrides=overrides, head=head)
+    form = read_form(adapter.folder)
+    dtype = cast(loading.Dtype, form.dtype or "auto")
+    return ModelSpec(pretrained, tokenizer, dtype=dtype, config_overrides=form.config_overrides or None, head=head)
 
 
 @contextmanager
@@ -213,16 +215,27 @@ def check_base_config(base: ModelSpec, adapters: Sequence[Adapter]) -> None:
     Raises:
         RecipeError: there is no such model.
     """
-    loading.load_config(base.pretrained)
+    config = loading.load_config(base.pretrained)
+    dtype = loading.dtype_of_weights(config, base.dtype)
     if base.config_overrides:
         rank_zero_info(f"the base of {adapters[0].folder} is read with {OVERRIDES}={json.dumps(base.config_overrides)}")
     for adapter in adapters:
-        method = read_form(adapter.folder).quantization
-        if method is not None and base.quantization is None:
+        form = read_form(adapter.folder)
+        if form.dtype is None and base.dtype == "auto":
             rank_zero_info(
-                f"{adapter.folder} was trained on a base quantized by {method}, and is used with the unquantized one "
-                "here, which answers a little differently; name the run in place of its adapter's folder for the "
-                "quantized one"
+                f"{adapter.folder} does not record the dtype of its training: the base is read in that of its files"
+            )
+        trained = loading.dtype_of_weights(config, cast(loading.Dtype, form.dtype or base.dtype))
+        if trained != dtype:
+            rank_zero_info(
+                f"{adapter.folder} was trained on a base in {loading.dtype_name(trained)}, and is used with it in "
+                f"{loading.dtype_name(dtype)} here"
+            )
+        if form.quantization is not None and base.quantization is None:
+            rank_zero_info(
+                f"{adapter.folder} was trained on a base quantized by {form.quantization}, and is used with the "
+                "unquantized one here, which answers a little differently; name the run in place of its adapter's "
+                "folder for the quantized one"
             )
 
 

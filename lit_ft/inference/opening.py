@@ -5,10 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,7 +26,6 @@ from lit_ft.export.model_card import Recipe
 from lit_ft.export.restore_run import module_of, restore
 from lit_ft.model import loading
 from lit_ft.model.config.overrides import Overrides
-from lit_ft.model.files.fingerprint import read_form
 from lit_ft.model.generation import dense_implementation
 from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import LAST, RunFolder
@@ -311,7 +308,7 @@ def _open_run(run: RunFolder, ckpt_path: str, chosen: _TemplateChoice, shared: S
 def _open_adapter(
     adapter: Adapter, named: str | None, chosen: _TemplateChoice, shared: SharedBase | None
 ) -> OpenedModel:
-    spec = _in_dtype_of_training(base_of(adapter, named), adapter)
+    spec = base_of(adapter, named)
     _refuse_scores(spec, str(adapter.folder))
     with about_base(adapter, named):
         check_base_config(spec, [adapter])
@@ -329,17 +326,6 @@ def _refuse_scores(spec: ModelSpec, name: str) -> None:
             f"{name!r} is a reward model, which scores texts and writes none; its scores are those of "
             "lit_ft.RewardModel (docs/preferences.md)"
         )
-
-
-def _in_dtype_of_training(spec: ModelSpec, adapter: Adapter) -> ModelSpec:
-    """Base of an adapter in the dtype that its run read it in, so that the folder answers as the run does."""
-    dtype = read_form(adapter.folder).dtype
-    if dtype is None:
-        rank_zero_info(
-            f"{adapter.folder} does not record the dtype of its training: the base is read in that of its files"
-        )
-        return spec
-    return replace(spec, dtype=cast(loading.Dtype, dtype))
 
 
 def _opened(

@@ -299,6 +299,29 @@ def test_what_is_no_sum_is_refused(lit_ft: Any, base: Path, tmp_path: Path, case
     lit_ft("export", "--adapter", tmp_path / "a", "--out", tmp_path / "out", "--merge")
 
 
+def test_adapters_are_merged_in_the_dtype_that_the_first_one_was_trained_in(
+    lit_ft: Any, finished: Any, base: Path, tmp_path: Path
+) -> None:
+    """The files of the base are float32, as config.json says."""
+    whole, half, out = finished(), finished("--model.dtype", "bfloat16"), tmp_path / "out"
+    for first, second, dtype, other in ((whole, half, "float32", "bfloat16"), (half, whole, "bfloat16", "float32")):
+        adapters = ["--adapter", f"{first}=0.5", "--adapter", f"{second}=0.5"]
+        said = lit_ft("export", *adapters, "--merge", "--out", out)
+        assert f"{second}/adapter was trained on a base in {other}, and is used with it in {dtype} here" in said
+        assert said.count("was trained on a base in") == 1
+        assert {str(one.dtype) for one in load_file(out / "model.safetensors").values()} == {f"torch.{dtype}"}
+    said = lit_ft("export", "--adapter", half, "--merge", "--out", out)
+    assert "on a base in" not in said
+    lit_ft("export", "--run", half, "--merge", "--out", tmp_path / "of_run")
+    of_run = load_file(tmp_path / "of_run" / "model.safetensors")
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert torch.equal(tensor, of_run[name]), name
+
+    foreign, _ = write_adapter(tmp_path / "foreign", base, lora(), 0)
+    said = lit_ft("export", "--adapter", foreign, "--merge", "--out", tmp_path / "of_foreign")
+    assert f"{foreign} does not record the dtype of its training: the base is read in that of its files" in said
+
+
 # --- another base ----------------------------------------------------------------------------------
 
 
