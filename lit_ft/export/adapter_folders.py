@@ -351,14 +351,22 @@ def check_combinable(adapters: Sequence[Adapter], combination: Combination = "ca
     """
     if len(adapters) == 1 and adapters[0].weight == 1:
         return
+    needs_one_rank = len(adapters) > 1 and combination != "cat" and not combination.endswith("svd")
     for adapter in adapters:
         config = adapter.config
         check_situation(config, "combined", option=f"adapter={str(adapter.folder)!r}")
-        if len(adapters) > 1 and combination != "cat" and not combination.endswith("svd") and config.rank_pattern:
+        if needs_one_rank and config.rank_pattern:
             raise RecipeError(
                 f"combination={combination} takes one rank for all layers, and adapter={str(adapter.folder)!r} has "
                 f"rank_pattern={json.dumps(config.rank_pattern)}; take cat or svd"
             )
+    ranks = [cast(LoraConfig, adapter.config).r for adapter in adapters]
+    if needs_one_rank and len(set(ranks)) > 1:
+        held = ", ".join(f"{rank} ({adapter.folder})" for rank, adapter in zip(ranks, adapters, strict=True))
+        raise RecipeError(
+            f"combination={combination} takes adapters of one rank, and these have {held}; take cat, the weighted sum, "
+            f"or {'svd' if combination == 'linear' else f'{combination}_svd'}"
+        )
 
 
 def check_combination(combination: Combination, density: float | None) -> None:

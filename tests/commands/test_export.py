@@ -218,6 +218,26 @@ def test_adapters_that_peft_would_combine_in_part_are_refused(lit_ft: Any, base:
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize(
+    ("combination", "other"),
+    [("linear", "svd")] + [(one, f"{one}_svd") for one in ("ties", "dare_linear", "dare_ties", "magnitude_prune")],
+)
+def test_unequal_ranks_are_refused_with_the_methods_that_take_them(
+    lit_ft: Any, base: Path, tmp_path: Path, monkeypatch: Any, combination: str, other: str
+) -> None:
+    one, two = (write_adapter(tmp_path / str(rank), base, lora(r=rank), 0)[0] for rank in (4, 2))
+    adapters = ["--adapter", one, "--adapter", two, "--out", tmp_path / "out"]
+    density = [] if combination == "linear" else ["--density", "0.5"]
+    with monkeypatch.context() as patch:
+        patch.setattr("lit_ft.model.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
+        said = lit_ft("export", *adapters, "--combination", combination, *density, code=2)
+    assert f"combination={combination} takes adapters of one rank, and these have 4 ({one}), 2 ({two})" in said
+    assert f"take cat, the weighted sum, or {other}" in said
+    assert not (tmp_path / "out").exists()
+    lit_ft("export", *adapters, "--combination", other, *density)
+    assert peft.PeftConfig.from_pretrained(tmp_path / "out").r == 4
+
+
 @pytest.mark.parametrize("combination", ["linear", "svd", "ties", "dare_linear", "magnitude_prune", "dare_ties_svd"])
 def test_other_combinations(lit_ft: Any, base: Path, tmp_path: Path, combination: str) -> None:
     for number in range(2):
